@@ -6,7 +6,7 @@ from support.modules_run import ModulesRun
 
 from kvmosaic import LLM, SamplingParams
 
-MAX_MODULES = 77
+MAX_MODULES = 79
 MAX_DEPTH = 20
 DOCUMENTS = [
     {"id": "fenbury", "text": "Fenbury was founded in 1642. It lies on the river Quinan."},

@@ -122,3 +122,23 @@ def test_python_errors_name_the_value() -> None:
         Document("tower", position_offset=-1)
     with pytest.raises(InvalidSees, match="lists 'far'"):
         LLM(chatting_llama()).compose(ASKED, documents=documents(sees=["far"]))
+
+
+def test_python_says_preamble_and_patterns_per_call(llm: LLM) -> None:
+    text = "The tower of Fenbury is forty metres high, and older than the town."
+    for number, name in enumerate(("Ada", "Bob")):
+        said = [{"role": "system", "content": f"Answer. You talk to {name}."}, ASKED[1]]
+        (output,) = llm.chat(said, GREEDY, documents=[text], preamble="before:You talk", salt="call")
+        assert [each.reused_tokens > 0 for each in output.reuse.segments if each.kind == "chunk"] == [bool(number)]
+        pasted = [{"role": "user", "content": f"<context>\n<source id='1'>{text}</source>\n</context>\n{name}?"}]
+        pasted[0]["content"] = pasted[0]["content"].replace("'", '"')
+        *_, last = llm.stream(pasted, GREEDY, find_documents="open-webui", salt="call")
+        assert [each.reused_tokens > 0 for each in last.reuse.segments if each.kind == "chunk"] == [bool(number)]
+
+
+def test_documents_are_warmed_for_a_preamble(llm: LLM) -> None:
+    text = "The mill of Tolbury grinds oats, and belongs to the Denwick family."
+    llm.warm([text], system="Answer. You talk to Ada.", preamble="before:You talk", salt="warmed")
+    said = [{"role": "system", "content": "Answer. You talk to Bob."}, ASKED[1]]
+    (output,) = llm.chat(said, GREEDY, documents=[text], preamble="before:You talk", salt="warmed")
+    assert all(each.reused_tokens for each in output.reuse.segments if each.kind == "chunk")

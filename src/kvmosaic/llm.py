@@ -40,6 +40,7 @@ from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import (
     AnswerReader,
@@ -236,6 +237,8 @@ class LLM:
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
+        find_documents: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations over documents, rendered through the model's chat template.
@@ -254,6 +257,9 @@ class LLM:
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
             chunk_context: as for `generate`.
+            preamble: how much of the system text documents see, instead of the configured one.
+            find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
+                configured ones.
             progress: called after every finished conversation.
 
         Raises:
@@ -262,6 +268,7 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
+        how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
         encoded = [
             self.compose(
@@ -270,6 +277,7 @@ class LLM:
                 tools=None if reader is None else reader.tools,
                 salt=salt,
                 is_endless=each.window_tokens is not None,
+                **how,
             )
             for conversation, each in zip(conversations, params, strict=True)
         ]
@@ -332,6 +340,8 @@ class LLM:
         priority: int = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
+        find_documents: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
 
@@ -340,6 +350,7 @@ class LLM:
         Raises:
             Everything that `generate` and `chat` raise, before the first output.
         """
+        how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
         params = sampling_params or SamplingParams()
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
         if isinstance(prompt, str | Prompt):
@@ -347,7 +358,7 @@ class LLM:
                 raise InvalidTools(
                     "tools go with a conversation; give messages instead of a prompt, or leave tools out"
                 )
-            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt)
+            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt, **how)
         else:
             encoded = self.compose(
                 prompt,
@@ -355,12 +366,18 @@ class LLM:
                 tools=None if reader is None else reader.tools,
                 salt=salt,
                 is_endless=params.window_tokens is not None,
+                **how,
             )
         if reader is not None:
             params = reader.sampling(params)
         placing = position_strategy, chunk_context
         outputs = self._stream(encoded, params, check_priority(priority), placing)
         return outputs if reader is None else reader.read_all(outputs, params)
+
+    def _finder(self, find_documents: str | None) -> DocumentFinder | None:
+        if find_documents is None:
+            return None
+        return document_finder(read_find_documents(find_documents), self.chunk_cache_config.document_pattern)
 
     def compose(
         self,
@@ -377,18 +394,17 @@ class LLM:
 
         A model without a chat template takes one question with an optional system text, as plain text. With
         `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
-        `preamble`, documents see that much of the system text, instead of what the settings say. Without documents, a
-        `finder` finds them in the messages, instead of the one of the settings. `tools` are in the order of their
-        names, whatever their order here.
+        `preamble`, documents see that much of the system text, instead of what the settings say. `tools` are in the
+        order of their names, whatever their order here. Without documents, a `finder` finds them in the messages,
+        instead of the one of the settings.
 
         Raises:
             InvalidMessages, InvalidDocument, InvalidTools: see `chat`.
         """
         encoder = self.encoder.endless() if is_endless else self.encoder
         if tools and (read := read_tools(tools, None, True, self.model)) is not None:
-            return encoder.encode_chat(
-                messages, documents, salt=salt, preamble=preamble, finder=finder, tools=read.for_template()
-            )
+            written = read.for_template()
+            return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble, finder=finder, tools=written)
         if documents is not None and not getattr(self.model.tokenizer, "chat_template", None):
             *system, question = (message["content"] for message in read_messages(messages))
             if [message["role"] for message in messages] in (["user"], ["system", "user"]):
@@ -404,6 +420,7 @@ class LLM:
         tools: Tools | None = None,
         salt: str = "",
         chunk_context: ChunkContext | None = None,
+        preamble: str | int | None = None,
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
         """Computes documents now, so that later prompts find them.
@@ -415,6 +432,7 @@ class LLM:
             tools: those with which they will be used, which documents see, too.
             salt: tenant salt of these prompts.
             chunk_context: as these prompts will say it.
+            preamble: as these prompts will say it.
             progress: called after every finished document.
 
         Returns:
@@ -426,7 +444,7 @@ class LLM:
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
         read = read_tools(tools, None, True, self.model)
-        options: dict[str, Any] = {} if read is None else {"tools": read.for_template()}
+        options: dict[str, Any] = {"preamble": preamble} | ({} if read is None else {"tools": read.for_template()})
         prompts = [self.encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
         return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 

@@ -21,12 +21,13 @@ from kvmosaic.bench.trace.optimum import clairvoyant
 from kvmosaic.bench.trace.prompts import PromptWriter
 from kvmosaic.bench.trace.reader import read_trace
 from kvmosaic.bench.trace.report import TraceReport
+from kvmosaic.bench.trace.server_replay import ServerReplay
 from kvmosaic.bench.trace.simulation import SimulatedCache, simulate
 from kvmosaic.bench.trace.tiny_model import save_tiny_model
 from kvmosaic.bench.trace.trace import Trace, TraceRequest
 from kvmosaic.bench.trace.variant import FIRST_BLOCK, VARIANTS, Variant
 from kvmosaic.cli import app
-from kvmosaic.errors import InvalidTrace
+from kvmosaic.errors import InvalidTrace, ServerError
 from kvmosaic.eviction import POLICIES
 from kvmosaic.model import load_model
 
@@ -158,13 +159,25 @@ def test_an_interrupt_keeps_what_was_measured() -> None:
         ("system", 100, False),
     ]
     assert report.notes == ["Interrupted: what came later was not measured."]
-    assert "(first 100 requests)" in report.to_markdown()
+    assert "(first 100)" in report.to_markdown()
 
 
 def test_an_interrupt_while_a_model_answers_keeps_the_simulation() -> None:
     report = replay_trace(TraceRun(EXCERPT, requests=20, model="random-tiny"), InterruptedAfter(5 * 20 + 25))
     assert len(report.rows) == len(VARIANTS)
     assert [(row.served.variant, row.served.num_requests) for row in report.served] == [("prefix", 20), ("system", 5)]
+
+
+def test_a_server_that_fails_later_costs_only_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerReplay, "check", lambda self: None)
+    report = replay_trace(TraceRun(EXCERPT, requests=10, url="http://127.0.0.1:9"), Watcher())
+    assert len(report.rows) == len(VARIANTS) and not report.served
+    assert "The server failed" in report.notes[0] and "nothing listens" in report.notes[0]
+
+
+def test_an_absent_server_is_noticed_before_the_simulation() -> None:
+    with pytest.raises(ServerError, match="nothing listens at"):
+        replay_trace(TraceRun(EXCERPT, url="http://127.0.0.1:9"), InterruptedAfter(1))
 
 
 def test_a_document_that_fits_no_cache_of_the_share_is_refused() -> None:
@@ -200,6 +213,7 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path) -> None:
         (("--trace", str(EXCERPT), "--documents", "4"), "--documents does not go with --trace"),
         (("--trace", str(EXCERPT), "--eviction", "fifo"), "fifo"),
         (("reader", "--trace", str(EXCERPT), "--url", "http://127.0.0.1:9"), "leave MODEL or --url out"),
+        (("--trace", str(EXCERPT), "--requests", "2", "--url", "nowhere"), "--url nowhere is no address"),
         (("no/model", "--trace", str(EXCERPT), "--requests", "2"), "there is no model 'no/model'"),
     ],
 )

@@ -55,32 +55,23 @@ class Recorder:
 Ask = Callable[[list[str], str], Any]
 
 
-def langchain(url: str, model: str, recorder: Recorder) -> Ask:
+def langchain(url: str, model: str, recorder: Recorder, *, is_chat: bool = True) -> Ask:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from langchain_classic.chains.question_answering import load_qa_chain
         from langchain_core.documents import Document
-        from langchain_openai import ChatOpenAI
+        from langchain_openai import ChatOpenAI, OpenAI
 
-    chat = ChatOpenAI(model=model, base_url=url, api_key="none", max_tokens=4, http_client=recorder.client)
-    chain = load_qa_chain(chat, chain_type="stuff")
+    kind = ChatOpenAI if is_chat else OpenAI
+    llm = kind(model=model, base_url=url, api_key="none", max_tokens=4, http_client=recorder.client)
+    chain = load_qa_chain(llm, chain_type="stuff")
     return lambda texts, question: chain.invoke(
         {"input_documents": [Document(page_content=text) for text in texts], "question": question}
     )
 
 
 def langchain_completions(url: str, model: str, recorder: Recorder) -> Ask:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from langchain_classic.chains.question_answering import load_qa_chain
-        from langchain_core.documents import Document
-        from langchain_openai import OpenAI
-
-    llm = OpenAI(model=model, base_url=url, api_key="none", max_tokens=4, http_client=recorder.client)
-    chain = load_qa_chain(llm, chain_type="stuff")
-    return lambda texts, question: chain.invoke(
-        {"input_documents": [Document(page_content=text) for text in texts], "question": question}
-    )
+    return langchain(url, model, recorder, is_chat=False)
 
 
 def llama_index(url: str, model: str, recorder: Recorder) -> Ask:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -17,8 +17,11 @@ from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
+from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import MAX_PREAMBLE_TOKENS, MAX_RULE_CHARACTERS
 from kvmosaic.prompt.segment import MAX_SALT_CHARACTERS
+from kvmosaic.prompt.settings import PromptSettings
 
 MAX_LIST = 1_000
 
@@ -112,6 +115,27 @@ class DocumentFields(Body):
             examples=["patterns,stored"],
         ),
     ] = None
+
+    def finder(self, settings: PromptSettings, store: DocumentStore, tenant: str) -> DocumentFinder:
+        """What finds documents in the text of this request.
+
+        Raises:
+            InvalidConfig: a name that `find_documents` does not have.
+        """
+        names = read_find_documents(settings.find_documents if self.find_documents is None else self.find_documents)
+        return document_finder(names, settings.document_pattern, _StoredSearch(store, tenant))
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredSearch:
+    """Finds the stored documents of a tenant in a text."""
+
+    store: DocumentStore
+    tenant: str
+
+    def find(self, text: str) -> list[FoundDocument]:
+        found = self.store.search(self.tenant, text)
+        return [FoundDocument(start, end, "stored", document.name, document.priority) for start, end, document in found]
 
 
 def document_texts(parts: Sequence[DocumentPart | str], resolve: Callable[[str], Document]) -> tuple[Document, ...]:

@@ -259,8 +259,9 @@ class Allocator:
 
     def _allocate_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk], again: bool) -> SpanAllocation:
         chunk = held.get(span.key)
-        is_owner, has_twin = chunk is None, False
+        is_owner, has_twin, was_evicted = chunk is None, False, False
         if chunk is None:
+            was_evicted = self._chunks.was_evicted(span.key)
             start = plan.layout.spans[span.index].start
             chunk = self._chunks.create(
                 span.key, span.root, span.tokens, start, plan.salt, plan.tenant, identity=span.identity
@@ -289,6 +290,7 @@ class Allocator:
             chunk=chunk,
             is_owner=is_owner,
             has_twin=has_twin,
+            was_evicted=was_evicted,
         )
 
     def _allocate_prefix(

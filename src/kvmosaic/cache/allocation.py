@@ -39,6 +39,8 @@ class SpanAllocation:
     """Chunks: this span must compute it."""
     has_twin: bool = False
     """Owned chunks: when allocated, equal tokens were ready after another system text of this tenant and salt."""
+    was_evicted: bool = False
+    """Owned chunks: it was cached before, and evicted."""
     is_closed: bool = True
     """No token will be appended."""
     computed: int = 0

@@ -14,6 +14,9 @@ from kvmosaic.cache.tenants import TenantAccount
 from kvmosaic.errors import ChunkInUse, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
+MAX_EVICTED = 2**14
+"""Evicted chunks that are remembered by their keys."""
+
 _MAX_PINNED_SHARE = 0.5
 """Share of a tenant's blocks for pins of pinned names: each system prompt makes another chunk of a document."""
 
@@ -68,6 +71,8 @@ class ChunkIndex:
         self._chunks: dict[Key, Chunk] = {}
         self._names: Groups[tuple[str, str], Key] = Groups()
         self._leaving: set[Chunk] = set()
+        self._evicted: dict[Key, None] = {}
+        """Keys of the latest evicted chunks."""
         self._clock = clock
         self._verify = verify
         self._numbers = itertools.count()
@@ -230,6 +235,13 @@ class ChunkIndex:
         finally:  # an interrupt during the copy must not leave it indexed, but not queued
             self._drop(chunk)
             self.num_evictions += 1
+            self._evicted[chunk.key] = None
+            if len(self._evicted) > MAX_EVICTED:
+                del self._evicted[next(iter(self._evicted))]
+
+    def was_evicted(self, key: Key) -> bool:
+        """Whether a chunk was one of the latest that were evicted."""
+        return key in self._evicted
 
     def clear(self) -> None:
         """Drops all unreferenced chunks, pinned ones too, without callbacks."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import ClassVar
 
+from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
@@ -269,6 +270,11 @@ class Engine(InferenceEngine):
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
         return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), request_id)
+
+    @property
+    def advisor(self) -> ReuseAdvisor:
+        """Explains misses, and counts lost reuse."""
+        return self._core.advisor
 
     def abort(self, request_id: str) -> None:
         """Ends a request now; its blocks are freed when this returns.

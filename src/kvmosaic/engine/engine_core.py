@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 
 import torch
 
+from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import choose_repair
@@ -43,6 +44,7 @@ class EngineCore:
         clock: Callable[[], float],
     ) -> None:
         self.runner = runner
+        self.advisor = ReuseAdvisor()
         self._kv_cache = kv_cache
         self._scheduler = scheduler
         self._requests = requests
@@ -168,7 +170,7 @@ class EngineCore:
             request = sequence.request
             if request.first_token_time is None:
                 request.first_token_time = now
-                request.reuse = reuse_report(sequence, now - request.arrival_time)
+                request.reuse = self.advisor.explain(request.prompt, reuse_report(sequence, now - request.arrival_time))
             news[request.request_id] = request
             if token.failure:
                 self._fail(request, InvalidSampling(token.failure), news)
@@ -186,7 +188,8 @@ class EngineCore:
         scoring.note(work.first + work.num_tokens - work.num_logits - first, logits)
         if scoring.is_complete:
             request.first_token_time = self._clock()
-            request.reuse = reuse_report(sequence, request.first_token_time - request.arrival_time)
+            seconds = request.first_token_time - request.arrival_time
+            request.reuse = self.advisor.explain(request.prompt, reuse_report(sequence, seconds))
             self._finish(sequence, news)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:

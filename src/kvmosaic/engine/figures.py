@@ -29,6 +29,10 @@ class EngineFigures:
     swap_space_bytes: int
     block_bytes: Mapping[str, int]
     """Per pool: bytes of one block over all layers."""
+    lost_reuse: Mapping[str, int]
+    """By reason: tokens computed that could have been cache hits."""
+    advice: Mapping[str, tuple[str, ...]]
+    """By tenant: what to do about it."""
 
 
 def take_figures(engine: Engine) -> EngineFigures:
@@ -47,4 +51,6 @@ def take_figures(engine: Engine) -> EngineFigures:
         swapped_bytes={"out": 0, "in": 0} if swap is None else dict(swap.moved_bytes),
         swap_space_bytes=0 if swap is None else swap.num_bytes,
         block_bytes={str(pool): storage.bytes_per_block for pool, storage in engine.runner.storages.items()},
+        lost_reuse=engine.advisor.lost,
+        advice=engine.advisor.advice,
     )

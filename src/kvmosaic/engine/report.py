@@ -7,7 +7,7 @@ from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import composition_of
 from kvmosaic.prompt import Segment
 from kvmosaic.sampling import RepairUse, ReuseReport, SegmentReuse
-from kvmosaic.sampling.reuse import segment_action
+from kvmosaic.sampling.reuse import MissReason, segment_action
 
 
 def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> ReuseReport:
@@ -35,6 +35,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 num_blocks=len(allocated.table.block_ids),
                 milliseconds=seconds * 1e3,
                 tier=sequence.tier_names.get(index) or ("device" if num_reused else None),
+                miss=_miss(allocated, num_reused),
                 note=_joined(
                     _origin_note(span.segment),
                     _note(allocated, allocation, sequence.tier_names.get(index)),
@@ -104,6 +105,15 @@ def _split_note(segment: Segment) -> str:
 
 def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
+
+
+def _miss(allocated: SpanAllocation, num_reused: int) -> MissReason | None:
+    """Why a document is computed, as far as the cache knows."""
+    if not allocated.is_owner or num_reused:
+        return None
+    if allocated.was_evicted:
+        return "evicted"
+    return "other_system_text" if allocated.has_twin else "never_seen"
 
 
 def _note(allocated: SpanAllocation, allocation: Allocation, tier_name: str | None) -> str:

@@ -40,6 +40,14 @@ CHUNK_TOKENS = _family(
     "action",
 )
 CHUNK_EVICTIONS = _family("chunk_evictions", "counter", "Chunks that left the cache to make room.")
+LOST_REUSE_TOKENS = _family(
+    "lost_reuse_tokens",
+    "counter",
+    "Tokens that were computed and could have been cache hits, by `reason`: a changing system text, eviction, "
+    "documents that differ in white space or numbers only, another order in a conversation, documents that are part of "
+    "a message, conversations that began on another replica.",
+    "reason",
+)
 CHUNKS_CACHED = _family("chunk_entries", "gauge", "Chunks in the cache, those being computed included.")
 CHUNKS_PINNED = _family("chunk_pinned_entries", "gauge", "Of these, pinned.")
 CHUNK_LOOKUP_SECONDS = _family(

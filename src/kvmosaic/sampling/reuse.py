@@ -6,6 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+MissReason = Literal["never_seen", "evicted", "other_system_text", "changed_text", "white_space", "counter"]
+"""Why a document was not found in the cache.
+
+never_seen          no request of this tenant brought it before, as far as is known
+evicted             it was cached, and left the cache to make room
+other_system_text   it is cached after another system text
+changed_text        the document of this name had another text
+white_space         a document was seen that differs in white space only
+counter             a document was seen that differs in its numbers only
+"""
 SegmentAction = Literal["reused", "moved", "computed", "partly reused"]
 
 
@@ -30,6 +40,8 @@ class SegmentReuse:
     """A remark for readers, for example an approximation."""
     tier: str | None = None
     """Source of its keys and values: "device", or the tier that it was loaded from; None if all was computed."""
+    miss: MissReason | None = None
+    """Documents that were computed: why they were not in the cache."""
 
     @property
     def computed_tokens(self) -> int:
@@ -53,6 +65,7 @@ class SegmentReuse:
             "tier": self.tier,
             "reused_tokens": self.reused_tokens,
             "ms": round(self.milliseconds, 3),
+            "miss": self.miss,
             "note": "; ".join(filter(None, (self.note, note))),
         }
 
@@ -125,6 +138,8 @@ class ReuseReport:
     """"exact", or the approximation that the settings requested."""
     repair: RepairUse | None = None
     """Recomputed tokens of the documents, if requested."""
+    advice: tuple[str, ...] = ()
+    """What to set or send so that reuse is not lost again and again, if this request lost some."""
 
     @property
     def num_tokens(self) -> int:
@@ -170,6 +185,7 @@ class ReuseReport:
             "time_to_first_token": self.time_to_first_token,
             "composition": self.composition,
             "repair": self.repair.to_dict() if self.repair else None,
+            "advice": list(self.advice),
         }
 
     def __str__(self) -> str:
@@ -178,4 +194,5 @@ class ReuseReport:
             f"{self.num_tokens} tokens: {self.reused_tokens} reused ({self.reused_fraction:.0%}; "
             f"{self.moved_tokens} of them moved), {self.computed_tokens} computed{first}; {self.composition}"
         )
-        return "\n".join([*map(str, self.segments), *([str(self.repair)] if self.repair else []), summary])
+        repair = [str(self.repair)] if self.repair else []
+        return "\n".join([*map(str, self.segments), *repair, summary, *(f"lost reuse: {said}" for said in self.advice)])

@@ -18,15 +18,15 @@ from support.tokenizers import CHATML, DEFAULT_SYSTEM, PLACING_TEMPLATES, make_t
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
-from kvmosaic.documents import DocumentStore
-from kvmosaic.errors import UnknownDocument
+from kvmosaic.documents import DocumentDraft, DocumentStore
 from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import may_have_documents, rewritten
+from kvmosaic.integrations.vllm.front.documents import open_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel
-from kvmosaic.prompt import Document, Prompt
+from kvmosaic.prompt import Prompt
 from kvmosaic.server.generation.prompts import Rendering, chat_prompt, text_prompt
 from kvmosaic.server.tenants import Tenant
 
@@ -38,23 +38,20 @@ def own_server(template: str | None, separator: str | None) -> Any:
     module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=4096)
     llm = LLM(
         LoadedModel.from_module(module, tokenizer),
-        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB", chunk_separator=separator),
         engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
     return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator), documents=DocumentStore())
 
 
-def resolve(document_id: str) -> Document:
-    if document_id != "stored":
-        raise UnknownDocument("there is no document; store it")
-    return Document("A stored text.", "Its title", "stored")
-
-
-def renderer(template: str | None, separator: str | None = None, **fields: Any) -> Renderer:
-    tokenizer = make_tokenizer(template)
+def renderer(
+    template: str | None, separator: str | None = None, find_documents: str = "none", **fields: Any
+) -> Renderer:
+    tokenizer, store = make_tokenizer(template), open_documents(FrontSettings())
     model = ServedModel(tokenizer, len(tokenizer), 4096, **fields)
-    return Renderer(model, FrontSettings(chunk_separator=separator), resolve)
+    store.create("", DocumentDraft("A stored text, which is long enough.", "Its title"), "stored")
+    return Renderer(model, FrontSettings(chunk_separator=separator, find_documents=find_documents), store)
 
 
 def rewrite(front: Renderer, route: Any, how: How | None = None, **body: Any) -> dict[str, Any] | None:
@@ -161,6 +158,48 @@ def test_the_rest_of_a_system_text_is_a_text_of_its_own(system: Any, fields: dic
     assert whole is not None and ("texts" in whole["kv_transfer_params"]["kvmosaic"]) == isinstance(system, list)
 
 
+PASTED = (
+    '<source id="1">The ferry goes to Oak Island every day.</source>\n'
+    '<source id="2">The mill was built in 1907, and it grinds wheat.</source>\n'
+)
+
+
+@pytest.mark.parametrize("where", ["setting", "field"])
+def test_documents_in_the_text_of_a_message_are_those_of_our_own_server(where: str) -> None:
+    services = own_server(CHATML, None)
+    front = renderer(CHATML, find_documents="open-webui" if where == "setting" else "none")
+    fields = {} if where == "setting" else {"find_documents": "open-webui"}
+    messages = [MESSAGES[0], {"role": "user", "content": PASTED + "A stored text, which is long enough. What?"}]
+    body = DocumentFields.model_validate({"find_documents": "open-webui"})
+    prompt = chat_prompt(services, TENANT, body, messages, Rendering()).prompt
+    found = rewrite(front, "chat", messages=messages, **fields)
+    assert found is not None and "find_documents" not in found
+    params = found["kv_transfer_params"]
+    said = params["kvmosaic"]
+    assert params["prompt_token_ids"] == [token for segment in prompt.segments for token in segment.token_ids or ()]
+    assert said["chunks"] == [chunk.num_tokens for chunk in prompt.chunks]
+    texts = [segment.num_tokens for segment in prompt.segments if segment.kind == "text"]
+    assert said["texts"] == texts and len(texts) == 2
+    both = rewrite(front, "chat", messages=messages, find_documents="open-webui,stored")
+    assert both is not None and len(both["kv_transfer_params"]["kvmosaic"]["chunks"]) == 3
+    assert rewrite(front, "chat", messages=messages, find_documents="none") is None
+    assert rewrite(front, "chat", messages=MESSAGES, find_documents="patterns") is None
+    text = rewrite(front, "completion", prompt=PASTED + "What?", find_documents="open-webui")
+    assert text is not None and len(text["kv_transfer_params"]["kvmosaic"]["chunks"]) == 2
+
+
+def test_documents_that_were_only_found_change_no_request_that_does_not_go_with_them() -> None:
+    front = renderer(CHATML, find_documents="patterns")
+    assert rewrite(front, "completion", prompt=PASTED + "What?", echo=True) is None
+    ids = {"kvmosaic": {"chunks": [3]}, "prompt_token_ids": [1, 2, 3, 4, 5]}
+    messages = [{"role": "user", "content": PASTED + "What?"}]
+    kept = rewrite(front, "chat", messages=messages, kv_transfer_params=ids)
+    assert kept is not None and kept["kv_transfer_params"] == ids and kept["messages"] == messages
+    assert told(front, "chat", messages=messages, find_documents="all").status == 400
+    assert rewrite(front, "chat", messages=messages, chat_template_kwargs={"tokenize": True}) is None
+    assert rewrite(front, "chat", messages=[{"role": "clown", "content": PASTED}]) is None
+
+
 def test_a_text_prompt_has_a_preamble_too() -> None:
     front = renderer(None, "##")
     found = rewrite(front, "completion", prompt="You answer. It is 10:45. ## One. ## What?", documents=["Two."])
@@ -183,7 +222,7 @@ def test_a_response_is_the_conversation_with_its_instructions() -> None:
 def test_a_stored_document_is_named_by_its_id() -> None:
     front = renderer(CHATML)
     found = rewrite(front, "chat", messages=MESSAGES, documents=[{"id": "stored"}])
-    whole = [{"id": "stored", "title": "Its title", "text": "A stored text."}]
+    whole = [{"id": "stored", "title": "Its title", "text": "A stored text, which is long enough."}]
     assert found == rewrite(front, "chat", messages=MESSAGES, documents=whole)
     error = told(front, "chat", messages=MESSAGES, documents=[{"id": "other"}])
     assert (error.status, error.code) == (404, "document_not_found")
@@ -338,13 +377,13 @@ def test_an_older_vllm_that_sorts_out_thoughts_composes_completions_only() -> No
 
 
 def test_only_bodies_that_may_have_documents_are_read() -> None:
-    assert not may_have_documents(b'{"messages": [{"content": "a ## b"}]}', None)
-    assert may_have_documents(b'{"messages": [{"content": "a ## b"}]}', "##")
-    assert may_have_documents(json.dumps({"prompt": 'a "—" b'}).encode(), '"—"')
-    assert may_have_documents(b'{"d\\u006fcuments": ["x"]}', None)
-    assert may_have_documents(b'{"documents": ["x"]}', None)
-    assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), None)
-    assert may_have_documents(b'{"cache_control": {}}', None)
+    assert not may_have_documents(b'{"messages": [{"content": "a ## b"}]}', FrontSettings())
+    assert may_have_documents(b'{"messages": [{"content": "a ## b"}]}', FrontSettings(chunk_separator="##"))
+    assert may_have_documents(json.dumps({"prompt": 'a "—" b'}).encode(), FrontSettings(chunk_separator='"—"'))
+    assert may_have_documents(b'{"d\\u006fcuments": ["x"]}', FrontSettings())
+    assert may_have_documents(b'{"documents": ["x"]}', FrontSettings())
+    assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), FrontSettings())
+    assert may_have_documents(b'{"cache_control": {}}', FrontSettings())
 
 
 BORDERS = {"system": 2, "chunks": [3, 1]}
@@ -360,7 +399,7 @@ def own_borders(route: str, tokens: Any, borders: Any) -> bytes:
 @pytest.mark.parametrize("route", ["completion", "chat"])
 def test_borders_of_a_sender_are_checked_and_passed_on_as_they_are(route: Any) -> None:
     content = own_borders(route, [1, 15, 9, 33, 21, 8, 40, 5], BORDERS)
-    assert may_have_documents(content, None)
+    assert may_have_documents(content, FrontSettings())
     ready = rewritten(content, route, lambda: renderer(CHATML), How())
     assert ready is not None and ready.content == content
 

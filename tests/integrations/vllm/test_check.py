@@ -53,7 +53,7 @@ def test_a_model_that_can_be_composed_passes(vllm_model, name):
     (worker,) = found["workers"]
     assert worker["num_layers"] > 1 and worker["layouts"] and "halves" in worker["rotations"][0]
     assert [finding["what"].split()[0] for finding in found["findings"][:3]] == ["keys", "values", "one"]
-    assert sum(finding["found"] == "composed" for finding in found["findings"]) == 3
+    assert sum(finding["found"] == "composed" for finding in found["findings"]) == 4
 
 
 def test_keys_turned_wrongly_do_not_pass(vllm_model):

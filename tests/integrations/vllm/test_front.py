@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.asking import DOCUMENTS, MESSAGES
 
+from kvmosaic.documents import DocumentStore
 from kvmosaic.integrations.vllm.contract import How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import rewritten
@@ -28,7 +29,7 @@ def tokenizer(vllm_model: Callable[[str], Path]) -> Any:
 
 
 def body_of(tokenizer: Any, route: Any, **body: Any) -> dict[str, Any]:
-    front = Renderer(ServedModel(tokenizer, len(tokenizer), 4096), FrontSettings(), lambda name: 1 / 0)  # type: ignore[arg-type,return-value]
+    front = Renderer(ServedModel(tokenizer, len(tokenizer), 4096), FrontSettings(), DocumentStore())
     found = rewritten(json.dumps(body).encode(), route, lambda: front, How())
     assert found is not None
     read: dict[str, Any] = json.loads(found.content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from kvmosaic.bench.trace.report import ServedRow, TraceReport, save_plot
 from kvmosaic.bench.trace.simulation import SimulatedCache, simulate
 from kvmosaic.bench.trace.trace import Trace
 from kvmosaic.bench.trace.variant import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, Variant
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, ServerError
+from kvmosaic.threads import this_machine
 
 SERVED_REQUESTS = 200
 """Requests that a model or server answers, unless the caller names a number."""
@@ -136,20 +136,26 @@ def replay_trace(run: TraceRun, watcher: Watcher) -> TraceReport:
     figures = _Figures()
     if not trace.has_documents:
         figures.notes.append(_NO_DOCUMENTS)
-    try:
-        _simulate_all(run, trace, watcher, figures)
-        if run.model is not None or run.url is not None:
-            _serve(run, trace.first(run.requests or SERVED_REQUESTS), watcher, figures)
-    except KeyboardInterrupt:
-        if not figures.rows:
-            raise
-        figures.notes.append(_INTERRUPTED)
+    with ExitStack() as stack:
+        served = trace.first(run.requests or SERVED_REQUESTS)
+        scaled = PromptWriter(served, run.block_tokens)
+        server = _opened(run, served, scaled, watcher, stack)  # first of all: it may be absent
+        try:
+            _simulate_all(run, trace, watcher, figures)
+            if server is not None:
+                _serve(server, served, scaled, watcher, figures)
+        except KeyboardInterrupt:
+            if not figures.rows:
+                raise
+            figures.notes.append(_INTERRUPTED)
+        except ServerError as error:
+            figures.notes.append(f"The server failed, and the rest was not measured: {error}")
     if any(row.was_bounded for row in figures.rows):
         figures.notes.append(_BOUNDED)
     return TraceReport(
         trace=trace.facts(),
         options=_options(run, figures),
-        machine=facts(run.num_threads or 1) | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        machine=facts(run.num_threads or this_machine().threads),
         rows=figures.rows,
         served=figures.served,
         notes=figures.notes,
@@ -196,29 +202,24 @@ def _variants(trace: Trace) -> tuple[Variant, ...]:
     return VARIANTS if trace.has_documents else (PREFIX_ONLY,)
 
 
-def _serve(run: TraceRun, trace: Trace, watcher: Watcher, figures: _Figures) -> None:
+def _serve(server: _Server, trace: Trace, scaled: PromptWriter, watcher: Watcher, figures: _Figures) -> None:
     """Adds the rows of requests that are answered.
 
     Raises:
-        KeyboardInterrupt: with the rows so far.
+        KeyboardInterrupt, ServerError: with the rows so far.
     """
-    full, scaled = PromptWriter(trace), PromptWriter(trace, run.block_tokens)
-    block_size = SimulatedCache.block_size_for(trace)
-    with ExitStack() as stack:
-        watcher.stage(f"loading {Path(run.model).name}" if run.model else "sending to the server")
-        server = _opened(run, trace, scaled, stack)
-        variants = _variants(trace)
-        known = {row.variant: row for row in figures.rows if _is_same(row, trace)}
-        watcher.total((2 * len(variants) - len(known)) * len(trace.requests))
-        for variant in variants:
-            simulated = known.get(variant.name)
-            if simulated is None:
-                simulated = simulate(trace, full, variant, SimulatedCache(block_size=block_size), watcher)
-                _check_complete(simulated)
-            served = server.replay(trace, scaled, variant, watcher)
-            if served.num_requests:
-                figures.served.append(ServedRow(served, simulated))
-            _check_complete(served)
+    full = PromptWriter(trace)
+    cache = SimulatedCache(block_size=SimulatedCache.block_size_for(trace))
+    variants = _variants(trace)
+    known = {row.variant: row for row in figures.rows if _is_same(row, trace)}
+    watcher.total((2 * len(variants) - len(known)) * len(trace.requests))
+    for variant in variants:
+        simulated = known.get(variant.name) or simulate(trace, full, variant, cache, watcher)
+        _check_complete(simulated)
+        served = server.replay(trace, scaled, variant, watcher)
+        if served.num_requests:
+            figures.served.append(ServedRow(served, simulated))
+        _check_complete(served)
 
 
 def _is_same(row: ReplayRow, trace: Trace) -> bool:
@@ -231,18 +232,28 @@ def _check_complete(row: ReplayRow) -> None:
         raise KeyboardInterrupt
 
 
-def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, stack: ExitStack) -> _Server:
+def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher, stack: ExitStack) -> _Server | None:
+    """The model or server that answers, ready; None if none is named.
+
+    Raises:
+        ModelError, ServerError: it cannot be loaded, or reached.
+    """
     if run.url is not None:
         from kvmosaic.bench.trace.server_replay import ServerReplay
 
-        return ServerReplay(run.url)
+        watcher.stage("looking for the server")
+        server = ServerReplay(run.url)
+        server.check()
+        return server
+    if run.model is None:
+        return None
     from kvmosaic.bench.models import model_folder
     from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay
     from kvmosaic.bench.trace.tiny_model import save_tiny_model
     from kvmosaic.model.quiet import quiet_libraries
 
     quiet_libraries()
-    assert run.model is not None
+    watcher.stage(f"loading {Path(run.model).name}")
     scratch = Path(stack.enter_context(TemporaryDirectory(prefix="kvmosaic-bench-")))
     folder = save_tiny_model(scratch / TINY, writer) if run.model == TINY else model_folder(run.model, scratch)
     capacity = CapacityLimit(run.capacity, sum(writer.num_tokens(request) for request in trace.requests))

@@ -2,8 +2,8 @@
 
 A block becomes words: the first one identifies it, the others are the same in all blocks. A word is one token id.
 
-    block 8302, 512 tokens    "lqs bd cmx …"                  a part of the system text that does not change
-    block 14332, 512 tokens   "2026-03-05 awq bd cmx …"       one that changes: a line that begins with a date
+    block 8302, 512 tokens    "lqs a b c …"                   a part of the system text that does not change
+    block 14332, 512 tokens   "2026-03-05 awq a b c …"        one that changes: a line that begins with a date
 """
 
 from __future__ import annotations
@@ -62,12 +62,9 @@ class PromptWriter:
         num_words = block_tokens
         for request in trace.requests:
             for block in (*request.system, *request.documents, *request.rest):
-                self._numbers.setdefault(block.id, len(self._numbers))
+                self._numbers.setdefault(block.id, _NUM_FILLERS + len(self._numbers))
                 num_words = max(num_words, self._length(block, 1))
-        self._filler = tuple(
-            itertools.islice(itertools.cycle(range(1, 1 + min(_NUM_FILLERS, len(self._numbers)))), num_words)
-        )
-        """Words after the first; number 0 identifies a block only."""
+        self._fillers = tuple(itertools.islice(itertools.cycle(range(_NUM_FILLERS)), num_words))
         self._encoders = {
             preamble: PromptEncoder(
                 None, PromptOptions(preamble=rule, max_prompt_chunks=_MAX_DOCUMENTS), vocab_size=self.vocab_size
@@ -77,8 +74,8 @@ class PromptWriter:
 
     @property
     def vocab_size(self) -> int:
-        """Number of words: one per block of the trace, and dates."""
-        return max(len(self._numbers), 2) + _NUM_DATES
+        """Number of words: fillers, one per block of the trace, and dates."""
+        return _NUM_FILLERS + len(self._numbers) + _NUM_DATES
 
     def words(self) -> Iterator[str]:
         """All words, by token id."""
@@ -129,7 +126,7 @@ class PromptWriter:
             number = self._numbers[block.id]
             first = (self.vocab_size - 1 - number % _NUM_DATES, number) if is_dated else (number,)
             words += first
-            words += self._filler[: self._length(block, len(first)) - len(first)]
+            words += self._fillers[: self._length(block, len(first)) - len(first)]
         return tuple(words)
 
     def _length(self, block: TraceBlock, at_least: int) -> int:

@@ -57,7 +57,7 @@ class ReplayRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON; the curve comes last."""
-        values = asdict(self)
+        values = asdict(self) | {"seconds": round(self.seconds, 2)}
         curve = values.pop("curve")
         shares = {"document_share": round(self.document_share, 5), "prompt_share": round(self.prompt_share, 5)}
         return {**values, **shares, "curve": curve}

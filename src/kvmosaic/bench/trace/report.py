@@ -15,12 +15,14 @@ from rich.text import Text
 from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.trace.optimum import NAME as CLAIRVOYANT
 from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.simulation import UNLIMITED
 from kvmosaic.console.text import duration_text, printable
 
 FORMAT = 1
 """Version of the JSON."""
 _SIMULATED = ("documents see", "cache", "documents reused", "prompts saved", "evicted", "time")
 _SERVED = ("documents see", "documents reused", "points off", "prompts saved", "points off", "time")
+_UNBROKEN = ("documents see", "cache")
 _SERVED_HEADING = "Served, and by how many points that differs from the simulation of the same requests:"
 _LEGEND = (
     "documents reused: share of the documents' tokens that was cached; prompts saved: share of all prompt "
@@ -148,19 +150,22 @@ def save_plot(report: TraceReport, folder: Path) -> list[Path]:
     if not rows:
         return []
     has_documents = bool(report.trace["document_tokens"])
-    canvas = FigureCanvasAgg(Figure(figsize=(10.0 if has_documents else 6.0, 4.2), layout="constrained"))
-    figures = (("document tokens reused", 1),) if has_documents else ()
-    for place, (label, column) in enumerate((*figures, ("prompt tokens saved", 2)), 1):
+    canvas = FigureCanvasAgg(Figure(figsize=(12.0 if has_documents else 7.0, 4.2), layout="constrained"))
+    figures = (("documents reused", 1),) if has_documents else ()
+    for place, (label, column) in enumerate((*figures, ("prompts saved", 2)), 1):
         axes = canvas.figure.add_subplot(1, len(figures) + 1, place)
-        for row in rows:
-            limit = "" if row.cache == "unlimited" else f", {row.cache}"
-            axes.plot(*zip(*((p[0], p[column]) for p in row.curve), strict=True), label=row.variant + limit)
+        for index, row in enumerate(rows):
+            is_limited = row.cache != UNLIMITED
+            line = f"{row.variant}, {row.cache}" if is_limited else row.variant
+            x, y = zip(*((point[0], point[column]) for point in row.curve), strict=True)
+            axes.plot(x, y, color=f"C{index % 10}", linestyle="--" if is_limited else "-", label=line)
         axes.set(xlabel="requests so far", ylabel=label, ylim=(0, 1))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.grid(alpha=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    canvas.figure.axes[0].legend(fontsize=8)
+    lines, labels = canvas.figure.axes[0].get_legend_handles_labels()
+    canvas.figure.legend(lines, labels, fontsize=8, loc="outside right center")
     canvas.figure.suptitle(f"Replay of {report.trace['name']}, {report.trace['requests']:,} requests", fontsize=10)
     path = folder / f"{report.name}.png"
     canvas.figure.savefig(path, dpi=130)
@@ -169,7 +174,7 @@ def save_plot(report: TraceReport, folder: Path) -> list[Path]:
 
 def _cells(row: ReplayRow) -> tuple[str, ...]:
     return (
-        row.about + ("" if row.is_complete else f" (first {row.num_requests:,} requests)"),
+        row.about + ("" if row.is_complete else f" (first {row.num_requests:,})"),
         row.cache,
         f"{row.document_share:.1%}" if row.document_tokens else "–",
         f"{row.prompt_share:.1%}" if row.variant != CLAIRVOYANT else "–",
@@ -183,19 +188,23 @@ def _served_cells(row: ServedRow) -> tuple[str, ...]:
     documents, prompts = row.points
     has_documents = bool(served.document_tokens)
     return (
-        served.about + ("" if served.is_complete else f" (first {served.num_requests:,} requests)"),
+        served.about + ("" if served.is_complete else f" (first {served.num_requests:,})"),
         f"{served.document_share:.1%}" if has_documents else "–",
-        f"{documents:+.1f}" if has_documents else "–",
+        _points_text(documents) if has_documents else "–",
         f"{served.prompt_share:.1%}",
-        f"{prompts:+.1f}",
+        _points_text(prompts),
         duration_text(served.seconds),
     )
+
+
+def _points_text(points: float) -> str:
+    return f"{round(points, 1) + 0.0:+.1f}"  # no negative zero
 
 
 def _table(headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        table.add_column(heading, justify="left" if index == 0 else "right", no_wrap=heading in _UNBROKEN)
     for cells in rows:
         table.add_row(*map(printable, cells))
     return table

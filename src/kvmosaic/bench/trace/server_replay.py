@@ -16,6 +16,7 @@ from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
 
 _MAX_REPLY_BYTES = 2**24
 _TIMEOUT = 600.0
+_CHECK_SECONDS = 30.0
 
 
 class ServerReplay:
@@ -30,6 +31,17 @@ class ServerReplay:
         self._url = url
         self._timeout = timeout
         self._run = secrets.token_hex(8)
+
+    def check(self) -> None:
+        """Asks for the models of the server, to fail early.
+
+        Raises:
+            InvalidConfig: no address of a server.
+            ServerError: it cannot be reached, or refuses.
+        """
+        reply = fields_of_server(self._url, "/v1/models", _CHECK_SECONDS, method="GET", max_bytes=_MAX_REPLY_BYTES)
+        if not isinstance(reply.get("data"), list):
+            raise no_kvmosaic(self._url)
 
     def replay(self, trace: Trace, writer: PromptWriter, variant: Variant, watcher: Watcher) -> ReplayRow:
         """Sends the requests one after the other, under a salt of its own, so that nothing is cached before.

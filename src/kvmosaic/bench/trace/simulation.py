@@ -24,6 +24,8 @@ MAX_BLOCKS = 2**21
 MAX_CACHED_TOKENS = 2**27
 """Limits of a simulated pool, so that any trace fits into memory; older blocks are evicted then."""
 MAX_CHUNKS = 10**6
+UNLIMITED = "unlimited"
+"""Name of a cache without a limit."""
 _STRATEGY = "sequential"
 _TICK = 1e-6
 
@@ -39,7 +41,7 @@ class SimulatedCache:
     block_size: int = 16
 
     def __str__(self) -> str:
-        return "unlimited" if self.share is None else f"{100 * self.share:.4g}%, {self.eviction}"
+        return UNLIMITED if self.share is None else f"{100 * self.share:.4g}%, {self.eviction}"
 
     @staticmethod
     def block_size_for(trace: Trace) -> int:

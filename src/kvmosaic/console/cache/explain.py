@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 MAX_LOOKED_AT = 100_000
 """Maximum number of entries of a tier whose headers are read, to find entries of the same text."""
 
+_NOT_KEPT = {
+    "plain": "the whole prompt is one plain segment; only documents are kept in tiers",
+    "system": "the preamble: documents see it, and are found after the same one only",
+    "text": "computed with each request, and documents do not see it: what changes in a system text, or glue",
+}
+"""By kind of a segment that is no document: why no tier has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -135,11 +142,7 @@ class _Explainer:
         """Returns the outcome for one span."""
         span = self.spans[index]
         if not span.is_chunk:
-            why = (
-                "the whole prompt is one plain segment; only documents are kept in tiers"
-                if str(span.kind) == "plain"
-                else "only documents are kept in tiers"
-            )
+            why = _NOT_KEPT.get(str(span.kind), "only documents are kept in tiers")
             return Verdict(span.name or str(span.kind), str(span.kind), span.num_tokens, False, (why,))
         reasons, is_hit = [], False
         for tier, headers in zip(self._tiers, self._headers, strict=True):

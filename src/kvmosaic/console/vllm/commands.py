@@ -39,6 +39,8 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="system, or none: what documents saw when they were computed.")
     ] = None,
     preamble: Annotated[str | None, option("preamble")] = None,
+    find_documents: Annotated[str | None, option("find_documents")] = None,
+    document_pattern: Annotated[str | None, option("document_pattern")] = None,
     repair: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +68,8 @@ def serve(
         "position_strategy": position_strategy,
         "chunk_context": chunk_context,
         "preamble": preamble,
+        "find_documents": find_documents,
+        "document_pattern": document_pattern,
         "repair": repair,
         "long_chunks": long_chunks,
         "documents_dir": documents_dir,

@@ -315,6 +315,7 @@ class Feed:
             "is_alive": engine.is_healthy,
             "is_asleep": engine.is_asleep,
             "tenant": usage_view(usage),
+            "advice": list(figures.advice.get(tenant.name, ())),
         }
         if tenant.is_admin:
             return shared | {

@@ -12,8 +12,7 @@ from kvmosaic.errors import InvalidMessages, InvalidPrompt, InvalidTools
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
-from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
-from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
@@ -172,23 +171,9 @@ def text_prompt(
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredSearch:
-    """Finds the stored documents of a tenant in a text."""
-
-    store: DocumentStore
-    tenant: str
-
-    def find(self, text: str) -> list[FoundDocument]:
-        found = self.store.search(self.tenant, text)
-        return [FoundDocument(start, end, "stored", document.name, document.priority) for start, end, document in found]
-
-
 def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> DocumentFinder:
     """What finds documents in the text of a request."""
-    chosen, settings = body.find_documents, sources.llm.chunk_cache_config
-    names = read_find_documents(settings.find_documents if chosen is None else chosen)
-    return document_finder(names, settings.document_pattern, _StoredSearch(sources.documents, tenant.name))
+    return body.finder(sources.llm.chunk_cache_config, sources.documents, tenant.name)
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:

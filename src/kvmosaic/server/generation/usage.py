@@ -11,7 +11,7 @@ from pydantic import Field
 from kvmosaic.api.fields import Reply
 from kvmosaic.engine import RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
-from kvmosaic.sampling.reuse import RepairUse
+from kvmosaic.sampling.reuse import MissReason, RepairUse
 
 _EXACT = ("system", "plain")
 """Segment kinds whose reuse is that of an exact prefix."""
@@ -41,6 +41,9 @@ class SegmentReport(Reply):
     prompt_index: int = 0
     id: str | None = None
     name: str | None = None
+    miss: Annotated[
+        MissReason | None, Field(description="Documents that were computed: why they were not in the cache.")
+    ] = None
     tokens: int
     action: Literal["reused", "moved", "computed", "partly reused"]
     distance: Annotated[int, Field(description="Positions by which the question sees it moved.")] = 0
@@ -73,6 +76,9 @@ class ReplyReport(Reply):
     time_to_first_token_ms: float | None = None
     documents: list[SegmentReport]
     segments: list[SegmentReport]
+    advice: Annotated[
+        tuple[str, ...], Field(description="What to set or send, where reuse is lost again and again; usually empty.")
+    ] = ()
     repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 
 
@@ -131,6 +137,7 @@ class UsageTotals:
             time_to_first_token_ms=None if seconds is None else round(seconds * 1e3, 3),
             documents=[segment for segment in segments if segment.kind == "chunk"],
             segments=segments,
+            advice=tuple(dict.fromkeys(said for index in sorted(self._reuse) for said in self._reuse[index].advice)),
             repair=_repair([reuse.repair for reuse in self._reuse.values() if reuse.repair is not None]),
         )
 

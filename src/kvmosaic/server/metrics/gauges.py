@@ -100,6 +100,8 @@ def _engine(figures: EngineFigures) -> Iterator[Sample]:
     for direction, num_bytes in figures.swapped_bytes.items():
         yield Sample(own_names.SWAPPED_BYTES, num_bytes, {"direction": direction})
     yield Sample(own_names.SWAP_SPACE_BYTES, figures.swap_space_bytes)
+    for reason, num_tokens in figures.lost_reuse.items():
+        yield Sample(own_names.LOST_REUSE_TOKENS, num_tokens, {"reason": reason})
     yield Sample(own_names.PREFIX_EVICTIONS, caches.prefix_evictions)
     yield Sample(own_names.PREFIX_BLOCKS, caches.prefix_blocks)
 

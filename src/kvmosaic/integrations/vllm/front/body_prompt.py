@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
-from kvmosaic.errors import InvalidMessages, InvalidPrompt
+from kvmosaic.documents import DocumentStore
+from kvmosaic.errors import InvalidMessages, InvalidPrompt, KVMosaicError
+from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document, Prompt, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
 
 Body = Mapping[str, Any]
@@ -22,11 +27,11 @@ Body = Mapping[str, Any]
 class Renderer:
     """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
 
-    def __init__(self, model: ServedModel, settings: FrontSettings, resolve: Callable[[str], Document]) -> None:
+    def __init__(self, model: ServedModel, settings: FrontSettings, store: DocumentStore) -> None:
         self.model = model
         self.encoder = model.encoder(settings)
         self._settings = settings
-        self._resolve = resolve
+        self._store = store
 
     def chat(self, body: Body) -> Prompt | None:
         """The prompt of /v1/chat/completions.
@@ -35,14 +40,7 @@ class Renderer:
             InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
             UnknownDocument: an id that is not stored.
         """
-        effort = body.get("reasoning_effort")
-        options = self._variables(body, effort)
-        if body.get("add_generation_prompt") is not None:
-            options["add_generation_prompt"] = bool(body["add_generation_prompt"])
-        if body.get("continue_final_message"):
-            options["continue_final_message"] = True
-            options.setdefault("add_generation_prompt", False)
-        return self._conversation(body, body.get("messages"), options)
+        return self._conversation(body, body.get("messages"), body.get("reasoning_effort"))
 
     def response(self, body: Body) -> Prompt | None:
         """The prompt of /v1/responses: a text, or messages of texts.
@@ -57,8 +55,8 @@ class Renderer:
         elif instructions:
             messages = [{"role": "system", "content": instructions}, *messages]
         reasoning = body.get("reasoning")
-        options = self._variables(body, reasoning.get("effort") if isinstance(reasoning, Mapping) else None)
-        return self._conversation(body, _plain_input(messages), options)
+        effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+        return self._conversation(body, _plain_input(messages), effort)
 
     def completion(self, body: Body) -> Prompt | None:
         """The prompt of /v1/completions.
@@ -67,10 +65,14 @@ class Renderer:
             InvalidPrompt: documents together with several prompts or token ids; see also its subclasses.
             UnknownDocument: an id that is not stored.
         """
-        fields, documents = self._fields(body)
+        fields, documents, finder = self._fields(body)
         given, separator = body.get("prompt"), self._settings.chunk_separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
+            if not finder.searches or [*map(type, texts)] != [str]:
+                return None
+            with suppress(KVMosaicError):  # which vLLM reports best
+                return _with_chunks(self.encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
             return None
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
@@ -89,8 +91,8 @@ class Renderer:
         variables = {**self.model.template_variables, **self.model.rendering()[1]}
         return self.encoder.encode_documents(documents, system, preamble=preamble, **variables)
 
-    def _conversation(self, body: Body, messages: Any, options: dict[str, Any]) -> Prompt | None:
-        fields, documents = self._fields(body)
+    def _conversation(self, body: Body, messages: Any, effort: Any) -> Prompt | None:
+        fields, documents, finder = self._fields(body)
         if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
             if not documents:
                 return None  # vLLM reports the error best
@@ -104,14 +106,24 @@ class Renderer:
             if not documents:
                 return None  # images, audio and the like, which vLLM may support
             raise
-        if not (documents or marked or separated):
+        own = (*documents, *separated, *marked)
+        if not own and not finder.searches:
             return None
-        options["preamble"] = fields.preamble
-        return self._encoded(body, kept, (*documents, *separated, *marked), options)
+        try:
+            options = self._options(body, effort) | {"preamble": fields.preamble, "finder": finder}
+            return self._encoded(body, kept, own, options)
+        except KVMosaicError:
+            if own:
+                raise
+            return None
 
-    def _fields(self, body: Body) -> tuple[DocumentFields, tuple[Document, ...]]:
-        fields = read_body(DocumentFields, {name: body.get(name) for name in ("documents", "preamble")})
-        return fields, document_texts(fields.documents or (), self._resolve)
+    def _fields(self, body: Body) -> tuple[DocumentFields, tuple[Document, ...], DocumentFinder]:
+        names = ("documents", "preamble", "find_documents")
+        if FIELD in (params if isinstance(params := body.get("kv_transfer_params"), Mapping) else ()):
+            body = {**body, "find_documents": "none"}  # the client says where its documents are
+        fields = read_body(DocumentFields, {name: body.get(name) for name in names})
+        documents = document_texts(fields.documents or (), partial(self._store.resolve, TENANT))
+        return fields, documents, fields.finder(self._settings, self._store, TENANT)
 
     def _encoded(
         self,
@@ -119,7 +131,7 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         documents: Sequence[Document],
         options: dict[str, Any],
-    ) -> Prompt:
+    ) -> Prompt | None:
         wanted = body.get("chat_template")
         if wanted is not None and not (self.model.takes_other_templates and isinstance(wanted, str)):
             raise InvalidMessages(
@@ -127,9 +139,12 @@ class Renderer:
                 "--trust-request-chat-template"
             )
         template, rendering = self.model.rendering(wanted, body.get("tools"))
+        if not template and not documents:
+            return None
         if not template:
             return self._without_template(read_messages(messages), documents, options["preamble"])
-        return self.encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
+        prompt = self.encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
+        return _with_chunks(prompt)
 
     def _without_template(
         self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], preamble: str | int | None
@@ -144,8 +159,8 @@ class Renderer:
         prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
         return self.encoder.encode(prompt, control_tokens=False, preamble=preamble)
 
-    def _variables(self, body: Body, effort: Any) -> dict[str, Any]:
-        """Template variables as vLLM sets them: its defaults, the request's, and the reasoning effort."""
+    def _options(self, body: Body, effort: Any) -> dict[str, Any]:
+        """Template variables as vLLM sets them: its defaults, the request's, the reasoning effort, and how it ends."""
         given = body.get("chat_template_kwargs") or {}
         if not isinstance(given, Mapping):
             raise InvalidMessages(f"chat_template_kwargs is {given!r:.80}; send an object")
@@ -154,7 +169,16 @@ class Renderer:
         if effort is not None:
             variables["reasoning_effort"] = effort
             variables.setdefault("enable_thinking", effort != "none")
+        if body.get("add_generation_prompt") is not None:
+            variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
+        if body.get("continue_final_message"):
+            variables["continue_final_message"] = True
+            variables.setdefault("add_generation_prompt", False)
         return variables
+
+
+def _with_chunks(prompt: Prompt) -> Prompt | None:
+    return prompt if prompt.chunks else None
 
 
 def _is_split(text: Any, separator: str | None) -> bool:

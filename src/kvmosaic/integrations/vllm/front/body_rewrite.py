@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +13,9 @@ from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
+from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.prompt import Prompt
+from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.prompt.preamble import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -59,8 +63,11 @@ class Rewritten:
     """Whether a conversation is sent to /v1/completions, since this vLLM takes token ids only there."""
 
 
-def may_have_documents(content: bytes, separator: str | None) -> bool:
+def may_have_documents(content: bytes, settings: FrontSettings) -> bool:
     """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
+    separator = settings.chunk_separator
+    if read_find_documents(settings.find_documents) or b'"find_documents"' in content:
+        return True
     if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
     if any(mark.encode() in content for mark in MARKS):
@@ -91,19 +98,31 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
     prompt = getattr(renderer, route)(body)
-    params = body.get("kv_transfer_params")
-    if prompt is None and (not isinstance(params, dict) or params.get(FIELD) is None):
+    if prompt is not None and all(chunk.origin for chunk in prompt.chunks):
+        with suppress(ApiError, KVMosaicError):  # found in text, not sent as documents: vLLM answers the text
+            return _composed(body, route, renderer, default, prompt)
         return None
+    params = body.get("kv_transfer_params")
+    if prompt is not None:
+        return _composed(body, route, renderer, default, prompt)
+    if not isinstance(params, dict) or params.get(FIELD) is None:
+        return None
+    _check_connector(renderer)
+    _check_borders(body, route, params)
+    return _as_it_is(b"", body)
+
+
+def _check_connector(renderer: Renderer) -> None:
     if not renderer.model.has_connector:
         raise ApiError(
             501,
             "this vLLM runs without the connector that composes documents; start it with kvmosaic vllm serve, or with "
             """--kv-transfer-config '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'""",
         )
-    if prompt is None:
-        assert isinstance(params, dict)
-        _check_borders(body, route, params)
-        return _as_it_is(b"", body)
+
+
+def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: How, prompt: Prompt) -> Rewritten:
+    _check_connector(renderer)
     is_elsewhere = route != "completion" and not renderer.model.takes_chat_tokens
     if is_elsewhere and (route == "response" or renderer.model.reasons):
         raise ApiError(
@@ -118,7 +137,9 @@ def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: 
     if ready.composition is not None:
         params |= ready.composition.to_params()
     token_ids = list(ready.token_ids)
-    changed = {name: value for name, value in body.items() if name not in ("documents", "preamble", *FIELDS)}
+    changed = {
+        name: value for name, value in body.items() if name not in ("documents", "preamble", "find_documents", *FIELDS)
+    }
     if is_elsewhere:
         changed = _as_completion(changed, token_ids, renderer.model.max_positions)
     elif route == "completion":

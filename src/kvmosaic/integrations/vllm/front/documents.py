@@ -22,7 +22,7 @@ from kvmosaic.documents import DocumentStore, FolderDocuments, Match, MemoryDocu
 from kvmosaic.errors import InvalidDocument, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import VERBS
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 
 ROUTE = "/v1/documents"
-TENANT = ""
-"""vLLM's API keys do not tell clients apart."""
 MAX_WARM = 10_000
 AT_ONCE = 4
 _VERB = re.compile(rf"(.*):({'|'.join(VERBS)})", re.DOTALL)

@@ -24,7 +24,7 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     rewritten,
 )
 from kvmosaic.integrations.vllm.front.documents import ROUTE as DOCUMENTS
-from kvmosaic.integrations.vllm.front.documents import TENANT, DocumentRoutes, open_documents
+from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.refused_routes import REFUSING, check_no_documents
 from kvmosaic.integrations.vllm.front.served_model import find_model
@@ -86,7 +86,7 @@ class ComposedDocuments:
         """
         if self._renderer is None:
             model = find_model(scope["app"].state)
-            self._renderer = Renderer(model, self.settings, partial(self.documents.resolve, TENANT))
+            self._renderer = Renderer(model, self.settings, self.documents)
         return self._renderer
 
     async def in_thread(self, work: Any, *arguments: Any) -> Any:
@@ -136,7 +136,7 @@ class _Exchange:
             route = ROUTES.get(self._path)
             if route is None:
                 await self._front.in_thread(check_no_documents, content, self._path)
-            elif may_have_documents(content, self._front.settings.chunk_separator):
+            elif may_have_documents(content, self._front.settings):
                 self._asked = await self._front.rewritten(content, route, self._scope)
         except ApiError as refusal:
             self._refusal = refusal

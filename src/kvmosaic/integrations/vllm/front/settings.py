@@ -10,14 +10,19 @@ from typing import Any
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELDS, How
 from kvmosaic.prompt import PromptOptions
+from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import preamble_rule
 from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
 """The same prefix and names as for our own server."""
+TENANT = ""
+"""vLLM's API keys do not tell clients apart."""
 TEXTS: dict[str, Callable[[str], Any]] = {
     "chunk_separator": str,
     "preamble": str,
+    "find_documents": str,
+    "document_pattern": str,
     "long_chunks": str,
     "documents_dir": Path,
 }
@@ -47,6 +52,7 @@ class FrontSettings(PromptOptions):
         object.__setattr__(self, "document_ttl", self.document_ttl or None)
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         preamble_rule(self.preamble)
+        document_finder(read_find_documents(self.find_documents), self.document_pattern)
         if self.long_chunks not in ("error", "split"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
 

@@ -1,4 +1,4 @@
-"""Self-check at startup: moved keys and values must be what the model would have computed there, in every layer."""
+"""Self-check of vLLM's modules, which our own check cannot run: moved keys are what each layer computes there."""
 
 from __future__ import annotations
 

@@ -1,0 +1,262 @@
+"""Advice on lost reuse: why documents were computed that could have been cache hits, and what to set.
+
+A request that computes a document again says why (`miss` of its segments). Where the same reason costs a tenant reuse
+again and again, there is advice: in the reuse report, once in the log, on the page, and as a metric by reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.patterns import document_finder
+
+if TYPE_CHECKING:
+    from kvmosaic.sampling.reuse import MissReason, ReuseReport, SegmentReuse
+
+logger = logging.getLogger(__name__)
+
+LostReason = Literal["system_text", "evicted", "white_space", "counter", "order", "unmarked", "other_replica"]
+LOST_REASONS: Final[tuple[str, ...]] = get_args(LostReason)
+"""Why tokens were computed that could have been cache hits: values of the metric's label `reason`."""
+_LOST: Mapping[str, LostReason] = {
+    "other_system_text": "system_text",
+    "evicted": "evicted",
+    "white_space": "white_space",
+    "counter": "counter",
+}
+
+MIN_REQUESTS = 3
+"""Requests that must lose reuse for one reason before there is advice."""
+MIN_FRACTION = 0.05
+"""Fraction of the tenant's prompt tokens that must be lost for it."""
+MAX_TENANTS = 256
+_MAX_KNOWN = 4_096
+_MAX_NAMED = 64
+_MAX_CHARACTERS = 2**16
+"""Characters of a text that are looked at."""
+_MIN_UNMARKED_TOKENS = 64
+_MAX_COMPARED = 4_096
+_NUMBERS = re.compile(r"\d+")
+_STORED = re.compile(r" \[stored [0-9]+\]| \([0-9]+/[0-9]+\)\Z")
+"""What labels of stored documents and of parts add to a name."""
+_ANY_PATTERN = document_finder(("patterns",), None)
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of leading items that two sequences share; compares slices, so that long texts take no loop."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class _Known:
+    """The latest values by key, at most so many."""
+
+    def __init__(self, max_entries: int) -> None:
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._max_entries = max_entries
+
+    def put(self, key: Hashable, value: Any = True) -> Any:
+        """Sets a value; returns the one before it, or None."""
+        before = self._entries.pop(key, None)
+        self._entries[key] = value
+        if len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+        return before
+
+
+class _TenantHistory:
+    """What one tenant has sent, as far as advice needs it; bounded."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        """With documents."""
+        self.num_tokens = 0
+        """Of all prompts."""
+        self.lost: Counter[str] = Counter()
+        """Tokens, by reason."""
+        self.lost_requests: Counter[str] = Counter()
+        self.num_system_changes = 0
+        self.common_tokens: int | None = None
+        """Leading tokens that all of its system texts share."""
+        self._system: tuple[int, ...] | None = None
+        self._named = _Known(_MAX_NAMED)
+        self._by_white_space = _Known(_MAX_KNOWN)
+        self._by_counter = _Known(_MAX_KNOWN)
+        self._orders = _Known(_MAX_KNOWN)
+        self._questions = _Known(_MAX_KNOWN)
+        self._unmarked = _Known(_MAX_KNOWN)
+
+    def note_system(self, segment: Segment) -> None:
+        """Compares a system text with the one before it."""
+        tokens = (segment.token_ids or ())[:_MAX_COMPARED] if segment.kind is SegmentKind.SYSTEM else ()
+        if self._system is not None and tokens != self._system:
+            self.num_system_changes += 1
+            shared = common_length(tokens, self._system)
+            self.common_tokens = shared if self.common_tokens is None else min(shared, self.common_tokens)
+        self._system = tokens
+
+    def miss_of(self, segment: Segment, salt: str) -> tuple[MissReason, str]:
+        """Why a document that is not in the cache is missed, and a remark."""
+        text = (segment.text or "")[:_MAX_CHARACTERS]
+        if not text:
+            return "never_seen", ""
+        spaced = " ".join(text.split())
+        exact = hash(text)
+        alike = self._by_white_space.put(hash((salt, spaced)), exact)
+        counted = self._by_counter.put(hash((salt, _NUMBERS.sub("0", spaced))), exact)
+        before = self._named.put((salt, _STORED.sub("", segment.name)), text) if segment.name else None
+        if exact in (alike, counted):
+            return "never_seen", ""  # the text itself: as part of another, or so long ago that nothing is known
+        if alike is not None:
+            return "white_space", "a document was seen that differs in white space only"
+        if counted is not None:
+            return "counter", "a document was seen that differs in numbers only"
+        if before is not None and before != text:
+            place = common_length(before, text)
+            return (
+                "changed_text",
+                f"as the prompt writes it, its text changed at character {place}: {text[place : place + 24]!r}",
+            )
+        return "never_seen", ""
+
+    def history_loss(self, chunks: Sequence[Segment], question: Segment, reuse: SegmentReuse) -> LostReason | None:
+        """Why earlier turns after these documents were computed again, if they were."""
+        order = tuple(hash(chunk.token_ids) for chunk in chunks)
+        before = self._orders.put(frozenset(order), order)
+        is_known = self._questions.put(hash((question.token_ids or ())[:16])) is not None
+        if not question.history_tokens or reuse.reused_tokens:
+            return None
+        if before is not None and before != order:
+            return "order"
+        return None if is_known else "other_replica"
+
+    def unmarked_tokens(self, segment: Segment, reuse: SegmentReuse) -> int:
+        """Computed tokens of documents that an ordinary prompt holds as text, and an earlier one held, too."""
+        text = (segment.text or "")[:_MAX_CHARACTERS]
+        if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
+            return 0
+        documents = (text[found.start : found.end] for found in _ANY_PATTERN.find(text))
+        known = sum(len(document) for document in documents if self._unmarked.put(hash(document)) is not None)
+        return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
+
+    def count(self, reason: LostReason, num_tokens: int) -> None:
+        """Counts what one request lost for a reason."""
+        self.lost[reason] += num_tokens
+        self.lost_requests[reason] += 1
+
+    def is_advised(self, reason: LostReason) -> bool:
+        """Whether so much was lost for a reason that there is advice."""
+        return self.lost_requests[reason] >= MIN_REQUESTS and self.lost[reason] >= MIN_FRACTION * self.num_tokens
+
+    def advice(self, reason: LostReason) -> str:
+        """What was lost for a reason, and what to do."""
+        lost = f"{self.lost[reason]} tokens computed again in {self.lost_requests[reason]} requests"
+        if reason == "system_text":
+            return f"{lost}: {self._system_advice()}"
+        return f"{lost}: {_ADVICE[reason]}"
+
+    def _system_advice(self) -> str:
+        fraction = self.num_system_changes / max(self.num_requests - 1, 1)
+        if not self.common_tokens:
+            return (
+                f"system texts differ from the first token on, in {fraction:.0%} of requests; put what changes at "
+                "their end, or set chunk_context='none', an approximation"
+            )
+        return (
+            f"system texts share {self.common_tokens} tokens and then differ in {fraction:.0%} of requests, and "
+            f"documents saw what differs; set preamble={self.common_tokens}, or mark the stable part with cache_control"
+        )
+
+
+_ADVICE: Mapping[str, str] = {
+    "evicted": "documents left the cache before they came again; a larger chunk_cache_size, or a tier (chunk_tier)",
+    "white_space": "documents differ from earlier ones in white space only; send the same text each time",
+    "counter": "documents differ from earlier ones in numbers only (an index, a score, a date); move those out of the "
+    "text, into the title's place in the question or the glue around it",
+    "order": "documents of a conversation came in another order than in its earlier turns, which saw them at other "
+    "positions; send them in the same order, or set position_strategy='shared'",
+    "unmarked": "documents are part of the text of messages; set find_documents='patterns', or send them as documents",
+    "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
+    "route a conversation to one replica",
+}
+
+
+class ReuseAdvisor:
+    """Explains misses and counts lost reuse, by tenant. Used by one thread; `lost` and `advice` may be read by any."""
+
+    def __init__(self) -> None:
+        self.lost: Mapping[str, int] = dict.fromkeys(LOST_REASONS, 0)
+        """Tokens lost since the start, by reason, of all tenants. Replaced, never changed."""
+        self.advice: Mapping[str, tuple[str, ...]] = {}
+        """Current advice by tenant. Replaced, never changed."""
+        self._tenants: OrderedDict[str, _TenantHistory] = OrderedDict()
+        self._logged: set[tuple[str, str]] = set()
+
+    def explain(self, prompt: Prompt, reuse: ReuseReport) -> ReuseReport:
+        """The report with the reasons of misses, and with advice where this request lost reuse once more."""
+        if len(prompt.segments) != len(reuse.segments):
+            return reuse  # one joined text, fully recomputed
+        history = self._history(prompt.tenant)
+        history.num_tokens += reuse.num_tokens
+        lost: Counter[LostReason] = Counter()
+        segments = list(reuse.segments)
+        if prompt.is_plain:
+            lost["unmarked"] = history.unmarked_tokens(prompt.segments[0], segments[0])
+        elif prompt.chunks:
+            history.num_requests += 1
+            history.note_system(prompt.segments[0])
+            for index, segment in enumerate(prompt.segments):
+                if segments[index].miss is not None:
+                    segments[index] = _explained(history, segment, segments[index], prompt.salt)
+                    if (reason := _LOST.get(segments[index].miss or "")) is not None:
+                        lost[reason] += segments[index].computed_tokens
+            loss = history.history_loss(prompt.chunks, prompt.segments[-1], segments[-1])
+            if loss is not None:
+                lost[loss] += prompt.segments[-1].history_tokens
+        return replace(reuse, segments=tuple(segments), advice=self._advise(prompt.tenant, history, lost))
+
+    def _advise(self, tenant: str, history: _TenantHistory, lost: Counter[LostReason]) -> tuple[str, ...]:
+        lost = Counter({reason: count for reason, count in lost.items() if count})
+        if not lost:
+            return ()
+        self.lost = {reason: count + lost[reason] for reason, count in self.lost.items()}  # type: ignore[index]
+        for reason, count in lost.items():
+            history.count(reason, count)
+        told: dict[LostReason, str] = {reason: history.advice(reason) for reason in lost if history.is_advised(reason)}
+        for reason, text in told.items():
+            if (tenant, reason) not in self._logged:
+                self._logged.add((tenant, reason))
+                logger.warning("lost reuse%s: %s", f" of tenant {tenant!r}" if tenant else "", text)
+        if told:
+            every = tuple(history.advice(reason) for reason in get_args(LostReason) if history.is_advised(reason))
+            self.advice = {**self.advice, tenant: every}
+        return tuple(told.values())
+
+    def _history(self, tenant: str) -> _TenantHistory:
+        history = self._tenants.pop(tenant, None) or _TenantHistory()
+        self._tenants[tenant] = history
+        if len(self._tenants) > MAX_TENANTS:
+            gone, _ = self._tenants.popitem(last=False)
+            self.advice = {name: told for name, told in self.advice.items() if name != gone}
+            self._logged = {(name, reason) for name, reason in self._logged if name != gone}
+        return history
+
+
+def _explained(history: _TenantHistory, segment: Segment, reuse: SegmentReuse, salt: str) -> SegmentReuse:
+    """A missed document with its reason; one that the cache knows nothing of is compared with earlier ones."""
+    miss, remark = history.miss_of(segment, salt)
+    if reuse.miss != "never_seen":
+        return reuse
+    return replace(reuse, miss=miss, note="; ".join(filter(None, (reuse.note, remark))))
