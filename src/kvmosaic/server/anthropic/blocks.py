@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
@@ -36,7 +36,7 @@ def _refuse_type(value: Any) -> Any:
     )
 
 
-Refused = Annotated[Any, AfterValidator(_refuse_type), Field(description="Any other type is refused.")]
+Refused = Annotated[Any, AfterValidator(_refuse_type), WithJsonSchema({"not": {}})]
 """A block or source of a type that cannot be read."""
 
 
