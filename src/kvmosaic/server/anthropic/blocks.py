@@ -13,6 +13,7 @@ from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import MAX_MESSAGES
 
 Mark = Annotated[bool | Plain | None, Field(examples=[{"type": "ephemeral"}])]
+_TYPES = ("text", "document", "search_result", "thinking", "tool_use", "tool_result")
 _ONLY_TEXT = "only text can be read"
 _REASONS = {
     "image": _ONLY_TEXT,
@@ -188,6 +189,16 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[Refused, Tag("other")],
-    _tag_of("text", "document", "search_result", "thinking", "tool_use", "tool_result"),
+    _tag_of(*_TYPES),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": list(_TYPES)}},
+            "description": "A block as in Anthropic's API; see docs/server/anthropic.md for its fields.",
+        }
+    ),
 ]
+"""A block of a message. The OpenAPI document names the types only: all their combinations are too many for generators
+of clients and of tests."""
 Content = Text | Annotated[list[Block], Field(min_length=1, max_length=MAX_MESSAGES)]
