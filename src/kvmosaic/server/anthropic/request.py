@@ -144,4 +144,4 @@ class MessagesRequest(CountRequest):
         ],
     )
 
-    max_tokens: NumTokens
+    max_tokens: Annotated[NumTokens, Field(examples=[16])]
