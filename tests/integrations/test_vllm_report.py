@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.server.openai.usage import ReplyReport
+from kvmosaic.server.generation.usage import ReplyReport
 
 CACHED = ChunkOutcome("cached")
 SHAPE = Composition(system=6, chunks=(4, 8), ids=("ferry", None))

@@ -14,9 +14,9 @@ from support.asking import GREEDY, refused
 from support.server import RunningServer
 
 from kvmosaic.sampling import Logprob
-from kvmosaic.server.openai import generation
-from kvmosaic.server.openai.generation import WholeAnswer, reply_of
-from kvmosaic.server.openai.sampling_fields import StreamOptions
+from kvmosaic.server.generation import answers
+from kvmosaic.server.generation.answers import WholeAnswer, reply_of
+from kvmosaic.server.openai.request_fields import StreamOptions
 
 ROUTES = {
     "/v1/chat/completions": {
@@ -52,7 +52,7 @@ def test_replies_written_beside_the_event_loop_are_the_same(
     body = {**ROUTES[route], "stream": stream}
     http.post(route, json=body)  # from now on, everything is reused
     here = http.post(route, json=body)
-    monkeypatch.setattr(generation, "MAX_WRITTEN_AT_ONCE", 0)
+    monkeypatch.setattr(answers, "MAX_WRITTEN_AT_ONCE", 0)
     beside = http.post(route, json=body)
     assert here.status_code == beside.status_code == 200
     assert here.headers["content-type"] == beside.headers["content-type"]

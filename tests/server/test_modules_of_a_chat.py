@@ -6,7 +6,7 @@ import httpx
 from support.modules_run import ModulesRun
 from support.server import RunningServer
 
-MAX_MODULES = 107  # 105, and what the server does meanwhile
+MAX_MODULES = 111  # 109, and what the server does meanwhile
 """Reached now; the aim is 65. Raise it only for a module that the path really needs."""
 BODY = {
     "messages": [{"role": "user", "content": "Where does the ferry go?"}],

@@ -127,7 +127,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             prompt = Prompt.from_text(prompt, self.settings.chunk_separator, salt=salt)
             finder = self._finder if finder is None else finder
-            if finder.searches and prompt.is_plain and not self._is_joining:
+            if not finder.is_empty and prompt.is_plain and not self._is_joining:
                 found = with_documents(prompt, finder, self.settings.max_prompt_chunks)
                 return self._splitting().encode(found, control_tokens=control_tokens, preamble=preamble)
         elif not isinstance(prompt, Prompt):
@@ -183,8 +183,8 @@ class PromptEncoder:
             documents: texts, mappings with "text" (and "title", "id") or `Document`s.
             salt: tenant salt.
             preamble: where it ends if no part is marked, instead of the settings; see `preamble_rule`.
-            finder: finds documents in the messages of a conversation without documents of its own, instead of the
-                settings.
+            finder: finds documents in the messages, instead of the settings. With documents of its own, a conversation
+                is searched only for what the request placed in its messages.
             template_options: passed to the template, for example tools=..., enable_thinking=..., chat_template=....
 
         Raises:
@@ -201,7 +201,7 @@ class PromptEncoder:
         if not read:
             pieces = conversation.pieces()
             finder = self._finder if finder is None else finder
-            if finder.searches and not self._is_joining:
+            if not finder.is_empty and not self._is_joining:
                 found = split_at_documents(pieces, finder, self.settings.max_prompt_chunks)
                 if len(found) > 1:
                     return self._splitting()._encode_found(conversation, found, messages, rule, salt)
@@ -217,10 +217,16 @@ class PromptEncoder:
         drafts = [Draft(SegmentKind.SYSTEM, head), *[Draft(SegmentKind.TEXT, rest)] * bool(rest)]
         seen = zip(read, seen_documents(read), strict=True)
         drafts += [document_draft(document, sees, placing.chunk(document)) for document, sees in seen]
-        drafts.append(Draft(SegmentKind.QUESTION, placing.tail))
+        drafts += drafts_of(self._placed_parts(placing.tail, finder, len(read)))
         prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
         lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
         return replace(prompt, lead_in=lead_in)
+
+    def _placed_parts(self, tail: Sequence[TextPiece], finder: DocumentFinder | None, num_documents: int) -> list[Part]:
+        """What follows the documents of a conversation, split at documents placed in its messages."""
+        if finder is None or finder.placed is None or self._is_joining:
+            return [Part(tuple(tail))]
+        return split_at_documents(tail, finder.only_placed(), self.settings.max_prompt_chunks - num_documents)
 
     def _encode_found(
         self, conversation: Conversation, parts: Sequence[Part], messages: Any, rule: PreambleRule, salt: str

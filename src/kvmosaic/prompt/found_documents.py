@@ -60,10 +60,21 @@ class DocumentFinder:
     """Several ways of finding documents; where two overlap, the earlier way wins."""
 
     searches: tuple[TextSearch, ...]
+    placed: TextSearch | None = None
+    """Finds what the request placed there, which counts first, whatever its length."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that it could find."""
+        return not self.searches and self.placed is None
+
+    def only_placed(self) -> DocumentFinder:
+        """The finder of what the request placed in its messages."""
+        return replace(self, searches=())
 
     def find(self, text: str) -> list[FoundDocument]:
-        """The documents in a text, in order, without overlap and without white space at their ends."""
-        kept: list[FoundDocument] = []
+        """The documents in a text, in order and without overlap; found ones without white space at their ends."""
+        kept = [] if self.placed is None else list(self.placed.find(text))
         for search in self.searches:
             found = (each.stripped(text) for each in search.find(text))
             long_enough = [each for each in found if each.end - each.start >= MIN_FOUND_CHARACTERS]

@@ -10,22 +10,24 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
-from kvmosaic.server import dashboard, documents, engine_routes, openai
+from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
+from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.middleware.tracing import TracingMiddleware
-from kvmosaic.server.openai.prompts import PromptSources
 from kvmosaic.server.services import Services
 
 DESCRIPTION = (
-    "OpenAI's routes over a language model that computes each document once and composes prompts from what it has. "
-    "Errors have OpenAI's shape on every route; every reply carries an X-Request-Id."
+    "OpenAI's and Anthropic's routes over a language model that computes each document once and composes prompts from "
+    "what it has. Errors have OpenAI's shape, those of /v1/messages Anthropic's; every reply carries an X-Request-Id."
 )
 KEY = "key"
+ANTHROPIC_HEADERS = ("X-Api-Key", "Anthropic-Version", "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access")
+"""Headers that Anthropic's clients send from browsers; but for the key, they change nothing here."""
 
 
 def build_app(services: Services) -> FastAPI:
@@ -63,8 +65,14 @@ def build_app(services: Services) -> FastAPI:
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "If-Match", "X-Request-Id"],
-            expose_headers=["ETag", "Retry-After", "X-Request-Id"],
+            allow_headers=[
+                "Authorization",
+                "Content-Type",
+                "If-Match",
+                "X-Request-Id",
+                *ANTHROPIC_HEADERS,
+            ],
+            expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id"],
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
     app.add_middleware(ResponseHeadersMiddleware)
@@ -80,6 +88,7 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield prometheus.router(services.metrics)
     sources = PromptSources(llm, services.documents, services.settings)
     yield openai.router(sources, services.runner, threads)
+    yield anthropic.router(sources, services.runner, threads)
     yield documents.router(services)
     yield engine_routes.tree_router(engine, admission, threads, llm.model.tokenizer)
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)

@@ -1,4 +1,4 @@
-"""HTTP errors: every failure of a route in OpenAI's shape."""
+"""HTTP errors: every failure of a route in OpenAI's shape, or in Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from kvmosaic import errors
+from kvmosaic.api.error_forms import error_reply
 from kvmosaic.api.errors import ApiError, invalid_body, known_error
 
-__all__ = ["ApiError", "add_error_replies", "as_api_error", "request_id_of"]
+__all__ = ["ApiError", "add_error_replies", "as_api_error", "reply_of_error", "request_id_of"]
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -35,13 +37,19 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def add_error_replies(app: FastAPI) -> None:
-    """Makes every failing route of `app` answer in OpenAI's shape."""
+    """Makes every failing route of `app` answer in the shape of its API."""
 
     async def reply(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error, request_id_of(request)).reply()
+        return reply_of_error(as_api_error(error, request_id_of(request)), request.scope)
 
     for kind in (ApiError, errors.KVMosaicError, RequestValidationError, HTTPException, RecursionError, UnicodeError):
         app.add_exception_handler(kind, reply)
+
+
+def reply_of_error(error: ApiError, scope: Scope) -> JSONResponse:
+    """Returns the reply of a request that was refused or failed, in the shape of the API that its path belongs to."""
+    path: str = scope["path"]
+    return error_reply(error, path.removeprefix(scope.get("root_path", "")), request_id_of(Request(scope)))
 
 
 def request_id_of(request: Request) -> str:

@@ -27,7 +27,7 @@ from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
-from kvmosaic.server.openai.prompts import Rendering, chat_prompt, text_prompt
+from kvmosaic.server.generation.prompts import Rendering, chat_prompt, text_prompt
 from kvmosaic.server.tenants import Tenant
 
 TENANT = Tenant("t")

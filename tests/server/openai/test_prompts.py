@@ -16,7 +16,7 @@ from kvmosaic.api.documents import DocumentFields
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.model import LoadedModel
-from kvmosaic.server.openai.prompts import Rendering, chat_prompt
+from kvmosaic.server.generation.prompts import Rendering, chat_prompt
 from kvmosaic.server.tenants import Tenant
 
 TENANT = Tenant("t")

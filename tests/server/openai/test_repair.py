@@ -10,7 +10,7 @@ from support.server import RunningServer
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
-from kvmosaic.server.openai.usage import UsageTotals
+from kvmosaic.server.generation.usage import UsageTotals
 
 ROUTES = {
     "/v1/chat/completions": {"messages": MESSAGES},

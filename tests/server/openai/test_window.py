@@ -9,7 +9,7 @@ import pytest
 from support.asking import DOCUMENTS, GREEDY, MESSAGES, chat, post, refused, streamed_chat, text_of
 
 from kvmosaic import SamplingParams
-from kvmosaic.server.openai.sampling_fields import prepared
+from kvmosaic.server.generation.sampling_fields import prepared
 
 PROMPT = "The ferry goes to Oak Island."
 WINDOW = {"window_tokens": 24, "sink_tokens": 2}

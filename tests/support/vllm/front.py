@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +47,12 @@ class App:
     """The app behind the middleware, and what reached it."""
 
     def __init__(
-        self, template: str | None = PLACING_TEMPLATES["reader"], *, report: Any = REPORT, is_older: bool = False
+        self,
+        template: str | None = PLACING_TEMPLATES["reader"],
+        *,
+        report: Any = REPORT,
+        is_older: bool = False,
+        paths: Sequence[str] = (),
     ) -> None:
         self.bodies: list[bytes] = []
         self.report = report
@@ -56,7 +61,7 @@ class App:
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self._models),
-                *(Route(path, self._answer, methods=["POST"]) for path in answers),
+                *(Route(path, self._answer, methods=["POST"]) for path in (*answers, *paths)),
             ]
         )
         if is_older:

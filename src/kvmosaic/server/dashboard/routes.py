@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions
-from kvmosaic.server.openai.sse import EventStream, open_stream
+from kvmosaic.server.generation.sse import EventStream, open_stream
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 

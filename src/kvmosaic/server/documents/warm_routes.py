@@ -14,9 +14,9 @@ from kvmosaic.prompt import Document
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
 from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
 from kvmosaic.server.errors import request_id_of
+from kvmosaic.server.generation.sse import EventStream, event, open_stream
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import error_replies, streamed
-from kvmosaic.server.openai.sse import EventStream, event, open_stream
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant, current_tenant
 

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmosaic.server.errors import ApiError
+from kvmosaic.server.errors import ApiError, reply_of_error
 from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.settings import ServerSettings
-from kvmosaic.server.tenants.access import Tenants
+from kvmosaic.server.tenants.access import Tenants, authorization_of
 
 OPEN_PATHS = frozenset({*PROBES, "/"})
 """Paths that need no key: the probes, and the dashboard's page, which holds no data."""
@@ -36,7 +36,7 @@ class AuthenticationMiddleware:
             try:
                 self._check(scope)
             except ApiError as refusal:
-                return await refusal.reply()(scope, receive, send)
+                return await reply_of_error(refusal, scope)(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
@@ -44,7 +44,7 @@ class AuthenticationMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope["method"] in READING and path in OPEN_PATHS:
             return
-        connection.state.tenant = self._tenants.identify(connection.headers.get("authorization"))
+        connection.state.tenant = self._tenants.identify(authorization_of(connection.headers))
         if self._checks_host:
             self._check_host(connection)
         if scope["method"] not in READING:

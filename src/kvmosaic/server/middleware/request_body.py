@@ -11,8 +11,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvmosaic.api.error_forms import MESSAGES_ROUTE
 from kvmosaic.server.admission import Admission, RequestThreads
-from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
+from kvmosaic.server.errors import ApiError, as_api_error, reply_of_error, request_id_of
 from kvmosaic.server.json_body import PARSED, LongBody, check_json, parse_long
 from kvmosaic.server.middleware.authentication import READING
 
@@ -26,7 +27,7 @@ other tenants hold, a new tenant gets room."""
 SMALL_BODY_BYTES = 2**16
 """Bodies up to this size are checked on the event loop; longer ones are checked and parsed in a thread."""
 
-ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_ROUTE)
 """Routes that run the engine."""
 
 logger = logging.getLogger("kvmosaic.server")
@@ -38,7 +39,7 @@ class RequestBodyMiddleware:
         receive ──▶ whole body, counted while it arrives ──▶ route
                 └─▶ afterwards: client disconnected ──▶ the route is cancelled, and with it its request in the engine
 
-    A route that fails before its reply has begun answers in OpenAI's shape; the exception goes to the log.
+    A route that fails before its reply has begun answers in the shape of its API; the exception goes to the log.
     """
 
     def __init__(self, app: ASGIApp, admission: Admission, threads: RequestThreads, max_body_bytes: int) -> None:
@@ -72,9 +73,9 @@ class RequestBodyMiddleware:
                 return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
-            return await refusal.reply()(scope, receive, send)
+            return await reply_of_error(refusal, scope)(scope, receive, send)
         except ApiError as refusal:
-            return await refusal.reply()(scope, receive, send)
+            return await reply_of_error(refusal, scope)(scope, receive, send)
         finally:
             self._add(tenant.name, -(len(body) or num_bytes))
 
@@ -161,7 +162,7 @@ class _Conversation:
         except Exception as error:
             refusal = as_api_error(error, request_id_of(Request(self._scope)))
             if not self._has_begun:  # otherwise the connection is closed in the middle of the reply
-                await refusal.reply()(self._scope, replay, self._forward)
+                await reply_of_error(refusal, self._scope)(self._scope, replay, self._forward)
         finally:
             watcher.cancel()
 

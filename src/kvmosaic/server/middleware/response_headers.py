@@ -36,6 +36,7 @@ class ResponseHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
+                headers["Request-Id"] = request_id  # its name in Anthropic's API
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)

@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmosaic.server.errors import ApiError
+from kvmosaic.server.errors import ApiError, reply_of_error
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.process.logs import PROBES
-from kvmosaic.server.tenants.access import Tenants
+from kvmosaic.server.tenants.access import Tenants, authorization_of
 
 AT_ONCE = 2
 """Requests admitted per event-loop tick; each takes the loop a few milliseconds."""
@@ -86,7 +86,7 @@ class StartupMiddleware:
 
     def _tenant_of(self, scope: Scope) -> str:
         try:
-            return self._tenants.identify(Headers(scope=scope).get("authorization")).name if self._tenants else ""
+            return self._tenants.identify(authorization_of(Headers(scope=scope))).name if self._tenants else ""
         except ApiError:  # the app will report it
             return ""
 
@@ -102,14 +102,16 @@ def _path_of(scope: Scope) -> str:
 
 
 async def _answer_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
-    await _reply_while_loading(_path_of(scope))(scope, receive, send)
+    await _reply_while_loading(scope)(scope, receive, send)
 
 
-def _reply_while_loading(path: str) -> Response:
+def _reply_while_loading(scope: Scope) -> Response:
+    path = _path_of(scope)
     retry = {"Retry-After": LOADING_RETRY_SECONDS}
     if path == "/livez":
         return JSONResponse({"status": "ok"})
     if path in ("/readyz", "/health"):
         return JSONResponse({"status": "loading"}, 503, headers=retry)
     message = "the model is still being loaded; try again soon"
-    return ApiError(503, message, type="service_unavailable", code="loading", headers=retry).reply()
+    error = ApiError(503, message, type="service_unavailable", code="loading", headers=retry)
+    return reply_of_error(error, scope)

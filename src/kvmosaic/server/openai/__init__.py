@@ -6,8 +6,8 @@ from fastapi import APIRouter
 
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.openai import chat, completions, models, responses, tokens
-from kvmosaic.server.openai.prompts import PromptSources
 
 __all__ = ["router"]
 

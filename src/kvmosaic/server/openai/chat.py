@@ -13,9 +13,7 @@ from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
-from kvmosaic.server.json_body import ParsedRoute
-from kvmosaic.server.openai.chat_request import ChatRequest
-from kvmosaic.server.openai.generation import (
+from kvmosaic.server.generation.answers import (
     GenerationRequest,
     WholeAnswer,
     deltas,
@@ -24,8 +22,14 @@ from kvmosaic.server.openai.generation import (
     reply_of,
     whole_answers,
 )
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
+from kvmosaic.server.generation.sampling_fields import prepared
+from kvmosaic.server.generation.sse import DONE, event, open_stream
+from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta, tool_answers
+from kvmosaic.server.generation.usage import UsageTotals
+from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
     ChatChoice,
@@ -37,22 +41,9 @@ from kvmosaic.server.openai.replies import (
     error_replies,
     streamed,
 )
-from kvmosaic.server.openai.sampling_fields import (
-    StreamOptions,
-    check_stream_options,
-    prepared,
-)
-from kvmosaic.server.openai.sse import DONE, event, open_stream
-from kvmosaic.server.openai.tool_answers import (
-    ToolAnswer,
-    ToolAnswers,
-    ending_with,
-    message_deltas,
-    read_delta,
-    tool_answers,
-)
+from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
+from kvmosaic.server.openai.tool_answers import ending_with, message_deltas, message_of
 from kvmosaic.server.openai.tool_fields import named_by_field
-from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallParser
 
@@ -169,7 +160,7 @@ class ChatWriter:
         ending: ChatEnding = answer.finish_reason
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
         if isinstance(answer, ToolAnswer):
-            ending, message = ending_with(answer.parser, answer.finish_reason), answer.message()
+            ending, message = ending_with(answer.parser, answer.finish_reason), message_of(answer)
         return ChatChoice(
             index=index,
             message=message,

@@ -22,11 +22,11 @@ from kvmosaic.api.fields import (
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
-from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling_fields import (
+from kvmosaic.server.generation.prompts import Rendering
+from kvmosaic.server.generation.sampling_fields import Defaults
+from kvmosaic.server.openai.request_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
-    Defaults,
     ResponseFormat,
     SharedFields,
     StreamOptions,

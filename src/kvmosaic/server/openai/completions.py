@@ -16,8 +16,7 @@ from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.execution import PromptRunner
-from kvmosaic.server.json_body import ParsedRoute
-from kvmosaic.server.openai.generation import (
+from kvmosaic.server.generation.answers import (
     GenerationRequest,
     WholeAnswer,
     deltas,
@@ -26,22 +25,22 @@ from kvmosaic.server.openai.generation import (
     reply_of,
     whole_answers,
 )
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
+from kvmosaic.server.generation.sampling_fields import Defaults, prepared
+from kvmosaic.server.generation.sse import DONE, event, open_stream
+from kvmosaic.server.generation.usage import UsageTotals
+from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
-from kvmosaic.server.openai.sampling_fields import (
+from kvmosaic.server.openai.request_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
-    Defaults,
     ResponseFormat,
     SharedFields,
     StreamOptions,
     check_stream_options,
-    prepared,
     structure_of,
 )
-from kvmosaic.server.openai.sse import DONE, event, open_stream
-from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/completions"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Path
 
 from kvmosaic.api.fields import Reply
-from kvmosaic.server.openai.prompts import PromptSources, served_model
+from kvmosaic.server.generation.prompts import PromptSources, served_model
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import current_tenant
 

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from kvmosaic.api.errors import ErrorDetail
 from kvmosaic.api.fields import Reply
-from kvmosaic.server.openai.generation import Ending
+from kvmosaic.server.generation.answers import Ending
+from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
-from kvmosaic.server.openai.usage import ReplyReport, Usage
 
 ChatEnding = Ending | Literal["tool_calls"]
 

@@ -23,11 +23,12 @@ from kvmosaic.api.fields import (
 from kvmosaic.prompt.chat_request import content_parts
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.server.generation.prompts import Rendering
+from kvmosaic.server.generation.sampling_fields import Defaults
+from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.chat_request import Content
 from kvmosaic.server.openai.logprobs import TokenLogprob
-from kvmosaic.server.openai.prompts import Rendering
-from kvmosaic.server.openai.sampling_fields import MAX_LOGPROBS, Defaults, JsonObjectFormat, SharedFields, TextFormat
-from kvmosaic.server.openai.usage import ReplyReport, Usage
+from kvmosaic.server.openai.request_fields import MAX_LOGPROBS, JsonObjectFormat, SharedFields, TextFormat
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -16,10 +16,20 @@ from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.generation.answers import (
+    GenerationRequest,
+    WholeAnswer,
+    deltas,
+    pieces_of,
+    reply_of,
+    whole_answers,
+)
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
+from kvmosaic.server.generation.sampling_fields import prepared
+from kvmosaic.server.generation.sse import event, open_stream
+from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.json_body import ParsedRoute
-from kvmosaic.server.openai.generation import GenerationRequest, WholeAnswer, deltas, pieces_of, reply_of, whole_answers
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.response_schemas import (
     IncompleteDetails,
@@ -32,9 +42,6 @@ from kvmosaic.server.openai.response_schemas import (
     ResponseUsage,
     Status,
 )
-from kvmosaic.server.openai.sampling_fields import prepared
-from kvmosaic.server.openai.sse import event, open_stream
-from kvmosaic.server.openai.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 ROUTE = "/v1/responses"

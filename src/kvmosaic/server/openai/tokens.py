@@ -15,9 +15,9 @@ from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.chat_request import ChatFields
-from kvmosaic.server.openai.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import Tenant, current_tenant
 

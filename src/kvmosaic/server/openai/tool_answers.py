@@ -1,14 +1,11 @@
-"""Answers that may call tools: their text is parsed while it arrives, in whole replies and in streams alike."""
+"""Answers with calls of tools, in OpenAI's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from kvmosaic.engine import AnswerDelta
-from kvmosaic.llm import LLM
-from kvmosaic.sampling import SamplingParams, ToolCalling
-from kvmosaic.server.openai.generation import Ending, WholeAnswer
+from kvmosaic.server.generation.answers import Ending
+from kvmosaic.server.generation.tool_answers import ToolAnswer
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
     CallDelta,
@@ -18,69 +15,22 @@ from kvmosaic.server.openai.replies import (
     MessageDelta,
     ToolCallReply,
 )
-from kvmosaic.tools import CallCollector, CallEvent, CallParser, CallStart, ContentText, ReasoningText, ToolRequest
+from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
 
 
-@dataclass(frozen=True, slots=True)
-class ToolAnswers:
-    """Makes the parsers of the answers of one request."""
-
-    calling: ToolCalling
-    request: ToolRequest
-    params: SamplingParams
-
-    def parser(self) -> CallParser:
-        """Returns the parser of one answer."""
-        return self.calling.parser(self.request, self.params)
-
-    def whole(self) -> ToolAnswer:
-        """Returns an empty answer."""
-        return ToolAnswer(parser=self.parser())
-
-
-def tool_answers(llm: LLM, request: ToolRequest, params: SamplingParams) -> ToolAnswers | None:
-    """Returns the parsers of a request's answers and its parameters with tools; None if it can call none.
-
-    Raises:
-        InvalidTools, InvalidSampling: see `ToolCalling.sampling`.
-    """
-    if not request.callable_tools:
-        return None
-    calling = llm.tool_calling
-    return ToolAnswers(calling, request, calling.sampling(params, request))
-
-
-@dataclass(slots=True, kw_only=True)
-class ToolAnswer(WholeAnswer):
-    """One answer with its calls."""
-
-    parser: CallParser
-    parsed: CallCollector = field(default_factory=CallCollector)
-
-    def add(self, delta: AnswerDelta) -> None:
-        """Appends a delta."""
-        WholeAnswer.add(self, delta)
-        self.parsed.add(read_delta(self.parser, delta))
-
-    def message(self) -> AnswerMessage:
-        """Returns the message: content is null where there are calls only."""
-        calls = [
-            ToolCallReply(id=call.id, type="function", function=FunctionReply(name=call.name, arguments=call.arguments))
-            for call in self.parsed.calls
-        ]
-        content = self.parsed.content
-        message = AnswerMessage(role="assistant", content=content or None if calls else content, refusal=None)
-        if calls:
-            message.tool_calls = calls
-        if self.parsed.reasoning:
-            message.reasoning_content = self.parsed.reasoning
-        return message
-
-
-def read_delta(parser: CallParser, delta: AnswerDelta) -> list[CallEvent]:
-    """Returns what a delta adds to content and calls."""
-    events = parser.feed(delta.text)
-    return events if delta.finish_reason is None else [*events, *parser.finish()]
+def message_of(answer: ToolAnswer) -> AnswerMessage:
+    """Returns the message of an answer: content is null where there are calls only."""
+    calls = [
+        ToolCallReply(id=call.id, type="function", function=FunctionReply(name=call.name, arguments=call.arguments))
+        for call in answer.parsed.calls
+    ]
+    content = answer.parsed.content
+    message = AnswerMessage(role="assistant", content=content or None if calls else content, refusal=None)
+    if calls:
+        message.tool_calls = calls
+    if answer.parsed.reasoning:
+        message.reasoning_content = answer.parsed.reasoning
+    return message
 
 
 def message_deltas(events: list[CallEvent]) -> Iterator[MessageDelta]:

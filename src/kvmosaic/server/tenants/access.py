@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from fastapi import Request
+from starlette.datastructures import Headers
 
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.server.errors import ApiError
@@ -40,6 +41,12 @@ class AccessKey:
         return cls(sha256(key.encode()).digest(), tenant)
 
 
+def authorization_of(headers: Headers) -> str | None:
+    """Returns the Authorization header of a request, or its x-api-key header in the same form."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (None if key is None else f"Bearer {key}")
+
+
 class Tenants:
     """Maps keys to tenants. Without any key, all requests belong to the tenant "default", which may do everything."""
 
@@ -69,7 +76,7 @@ class Tenants:
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_CHARACTERS:
-            raise _refused("no API key; send the header 'Authorization: Bearer <key>'")
+            raise _refused("no API key; send the header 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
         digest = sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = [known.tenant for known in self._keys if hmac.compare_digest(known.digest, digest)]
         if not found:

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvmosaic.api.error_forms import error_reply
 from kvmosaic.api.errors import ApiError
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
@@ -25,6 +26,7 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
 from kvmosaic.integrations.vllm.front.documents import ROUTE as DOCUMENTS
 from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
+from kvmosaic.integrations.vllm.front.refused_routes import REFUSING, check_no_documents
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF
@@ -63,10 +65,9 @@ class ComposedDocuments:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == DOCUMENTS or path.startswith((f"{DOCUMENTS}/", f"{DOCUMENTS}:")):
             return await self._routes(path, scope, receive, send)
-        route = ROUTES.get(path) if scope["method"] == "POST" else None
-        if route is None:
+        if scope["method"] != "POST" or (path not in ROUTES and path not in REFUSING):
             return await self.app(scope, receive, send)
-        return await _Exchange(self, route, scope, receive, send).run()
+        return await _Exchange(self, path, scope, receive, send).run()
 
     async def rewritten(self, content: bytes, route: Route, scope: Scope) -> Rewritten | None:
         """Composes the documents of a body; None if it has none.
@@ -100,9 +101,9 @@ class _Elsewhere(Exception):
 class _Exchange:
     """One request whose body may hold documents, and its answer."""
 
-    def __init__(self, front: ComposedDocuments, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, front: ComposedDocuments, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         self._front = front
-        self._route = route
+        self._path = path
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -121,7 +122,7 @@ class _Exchange:
         if self._asked is not None and self._asked.is_elsewhere:
             await self._ask_elsewhere(before, self._asked.content)
         if self._refusal is not None and not self._has_begun:
-            await self._refusal.reply()(self._scope, self._receive, self._send)
+            await error_reply(self._refusal, self._path, "")(self._scope, self._receive, self._send)
 
     async def receive(self) -> Message:
         """The whole body, rewritten if it has documents; afterwards, the client's messages."""
@@ -132,8 +133,11 @@ class _Exchange:
             content = await whole_body(self._receive, self._front.settings.max_body_bytes, _SEND_LESS)
             if content is None:
                 return {"type": "http.disconnect"}
-            if may_have_documents(content, self._front.settings):
-                self._asked = await self._front.rewritten(content, self._route, self._scope)
+            route = ROUTES.get(self._path)
+            if route is None:
+                await self._front.in_thread(check_no_documents, content, self._path)
+            elif may_have_documents(content, self._front.settings):
+                self._asked = await self._front.rewritten(content, route, self._scope)
         except ApiError as refusal:
             self._refusal = refusal
             raise

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai import sse
+from kvmosaic.server.generation import sse
 
 
 def request():

@@ -13,10 +13,11 @@ from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.found_documents import DocumentFinder
+from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
 from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai.documents import notes_of, read_documents, told_by_place
-from kvmosaic.server.openai.sampling_fields import Defaults
+from kvmosaic.server.generation.documents import notes_of, read_documents, told_by_place
+from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
 
@@ -33,6 +34,11 @@ class PromptSources:
     def tokenizer(self) -> Any:
         """The tokenizer of the model; None if it has none."""
         return self.llm.model.tokenizer
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the model's chat template; empty if it has none."""
+        return _template_of(self.llm)
 
     @property
     def max_positions(self) -> int | None:
@@ -77,6 +83,21 @@ class Rendering:
     """Whether the question may exceed the model's context: the answer then uses a rolling window."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockDocuments:
+    """Documents that a conversation has as blocks of its messages."""
+
+    listed: Sequence[Document] = ()
+    """These go before the messages."""
+    placed: PlacedDocuments | None = None
+    """These stay at their place."""
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there are any."""
+        return bool(self.listed) or self.placed is not None
+
+
 def served_model(sources: PromptSources, name: str | None) -> str:
     """Returns the name under which a request addresses the model.
 
@@ -100,20 +121,26 @@ def chat_prompt(
     body: DocumentFields,
     messages: Sequence[Mapping[str, Any]],
     rendering: Rendering,
+    blocks: BlockDocuments | None = None,
 ) -> EncodedPrompt:
     """Renders a conversation over its documents: those of the body, marked parts, and parts between separators.
+
+    Messages with `blocks` of documents have no separators.
 
     Raises:
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
     kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
-    kept, separated = take_separated(kept, sources.settings.chunk_separator)
+    blocks = blocks or BlockDocuments()
+    kept, separated = take_separated(kept, None if blocks.are_any else sources.settings.chunk_separator)
     with told_by_place(body):
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
-        finder = _finder(sources, tenant, body)
-        prompt = _encode_chat(sources.llm, kept, (*documents, *separated, *marked), body, rendering, finder)
+        finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
+        prompt = _encode_chat(
+            sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), body, rendering, finder
+        )
     composed = _told(sources.llm, prompt, documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.sampling import ReuseReport, SegmentReuse
-from kvmosaic.server.openai.usage import UsageTotals
+from kvmosaic.server.generation.usage import UsageTotals
 
 
 def delta(num_tokens, reuse=None):

@@ -1,4 +1,4 @@
-"""Sampling fields of a request body, with OpenAI's and vLLM's names, and the form that an answer must have."""
+"""Sampling fields of a request body that every API shares, with vLLM's names, and the form that an answer must have."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from kvmosaic.api.documents import DocumentFields
-from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Only, Plain, StopText, TokenId
+from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Only, Plain, TokenId
 from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
@@ -18,48 +18,15 @@ from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
 from kvmosaic.server.choices import Choices
-from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.errors import as_api_error
 
 MAX_GRAMMAR = 2**17
-MAX_CHOICES = 128
-MAX_LOGPROBS = 20
 MAX_CANDIDATES = 2**18
 """Maximum number of log probabilities in one reply; each takes a kilobyte until it is sent."""
 
 MAX_ENDLESS_ANSWER = 2**20
 """Maximum tokens of an answer with `window_tokens`, which no position limits: they stay in memory until the answer
 ends."""
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
-
-
-class JsonSchema(Body):
-    """A JSON schema with a name."""
-
-    name: Annotated[str, Field(max_length=MAX_NAME)]
-    description: Annotated[str | None, Field(max_length=MAX_NAME)] = None
-    json_schema: Annotated[Plain | None, Field(alias="schema")] = None
-    strict: Annotated[bool | None, Field(description="The answer keeps to the schema in either case.")] = None
-
-
-class JsonSchemaFormat(Body):
-    """JSON that keeps to a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class StructuredOutputFields(Body):
@@ -93,7 +60,7 @@ class StructuredOutputFields(Body):
 
 
 class StructuredFields(Body):
-    """The form that the answer must have; routes add OpenAI's own field to it."""
+    """The form that the answer must have; each API adds its own field to it."""
 
     structured_outputs: StructuredOutputFields | None = None
 
@@ -114,15 +81,6 @@ class StructuredFields(Body):
         return None
 
 
-def structure_of(form: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputs | None:
-    """Returns the constraint of a `response_format`."""
-    if isinstance(form, JsonObjectFormat):
-        return StructuredOutputs(json_object=True)
-    if isinstance(form, JsonSchemaFormat):
-        return StructuredOutputs(json=form.json_schema.json_schema if form.json_schema.json_schema is not None else {})
-    return None
-
-
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
@@ -136,26 +94,8 @@ Defaults = Mapping[str, Any]
 _BY_MODEL = "Default: what the model's generation_config.json says, or"
 
 
-class StreamOptions(Body):
-    """What a stream tells besides text."""
-
-    include_usage: Annotated[bool | None, Field(description="A last chunk without choices, with `usage`.")] = False
-    continuous_usage_stats: Annotated[bool | None, Field(description="`usage` so far in every chunk.")] = False
-    include_obfuscation: Ignored = None
-
-
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    """Refuses stream options without a stream.
-
-    Raises:
-        ApiError: 400.
-    """
-    if options is not None and not stream:
-        raise ApiError(400, "stream_options go with stream=true only", param="stream_options")
-
-
-class SharedFields(DocumentFields, StructuredFields):
-    """What a request may say on each of the answering routes: documents, form of the answer, and drawing."""
+class GenerationFields(DocumentFields, StructuredFields):
+    """What a request may say in every API: documents, form of the answer, and drawing."""
 
     model: Annotated[str | None, Field(max_length=4_096, description="A served model; may be left out.")] = None
     stream: bool | None = False
@@ -169,10 +109,6 @@ class SharedFields(DocumentFields, StructuredFields):
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100, description=f"{_BY_MODEL} 1.")] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1), INTEGRAL] = None
-    stop: Annotated[
-        Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
-        AfterValidator(lambda stop: stop or None),
-    ] = None
     stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=4_096)] = None
     ignore_eos: bool | None = False
     min_tokens: Annotated[int | None, Field(ge=0, le=2**27), INTEGRAL] = 0
@@ -223,15 +159,6 @@ class SharedFields(DocumentFields, StructuredFields):
             examples=["query(0.15)"],
         ),
     ] = None
-    logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
-    user: Ignored = None
-    store: Ignored = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Ignored = None
 
     def sampling(
         self, defaults: Defaults, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None
@@ -255,9 +182,12 @@ class SharedFields(DocumentFields, StructuredFields):
             n=n,
             max_tokens=max_tokens,
             logprobs=logprobs,
-            stop=self.stop,
+            stop=self._stop_texts(),
             structured_outputs=self.structure(),
         )
+
+    def _stop_texts(self) -> str | list[str] | None:
+        return None
 
 
 def _check_repair(repair: str) -> None:

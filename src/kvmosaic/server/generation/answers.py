@@ -18,9 +18,9 @@ from kvmosaic.layout import ChunkContext
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.execution import PromptRunner
-from kvmosaic.server.openai.prompts import EncodedPrompt
-from kvmosaic.server.openai.sampling_fields import SharedFields
-from kvmosaic.server.openai.usage import UsageTotals
+from kvmosaic.server.generation.prompts import EncodedPrompt
+from kvmosaic.server.generation.sampling_fields import GenerationFields
+from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class GenerationRequest:
         tenant: Tenant,
         route: str,
         request: Request,
-        body: SharedFields,
+        body: GenerationFields,
         read: tuple[Sequence[EncodedPrompt], SamplingParams],
     ) -> GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""

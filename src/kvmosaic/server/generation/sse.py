@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 import anyio
 from fastapi import Request
@@ -25,16 +26,40 @@ def event(data: BaseModel, name: str | None = None) -> str:
     return f"event: {name}\n{body}" if name else body
 
 
+def error_event(error: ApiError, request_id: str) -> str:
+    """Returns the last event of a stream that failed, in OpenAI's shape."""
+    return f"data: {json.dumps(error.body)}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """What a stream sends besides its events."""
+
+    waiting: str = ": waiting\n\n"
+    """Sent after ten seconds without an event."""
+    error: Callable[[ApiError, str], str] = error_event
+    """The last event for an error and the id of the request."""
+
+
+OPENAI_FORM = StreamForm()
+
+
 class EventStream(StreamingResponse):
     """A stream of events. However it ends, started or not, it closes its source, which aborts the request."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: asyncio.Future[str], source: AsyncGenerator[str, None], request_id: str) -> None:
-        """Creates a stream from the pending first event, the source of the others, and their tenant."""
+    def __init__(
+        self,
+        first: asyncio.Future[str],
+        source: AsyncGenerator[str, None],
+        request_id: str,
+        form: StreamForm = OPENAI_FORM,
+    ) -> None:
+        """Creates a stream from the pending first event, the source of the others, and their request."""
         self._first = first
         self._source = source
-        self._events = _kept_alive(first, source, request_id)
+        self._events = _kept_alive(first, source, request_id, form)
         super().__init__(self._events, headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,11 +72,13 @@ class EventStream(StreamingResponse):
             await _end(self._first, self._source)
 
 
-async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> EventStream:
+async def open_stream(
+    request: Request, events: AsyncGenerator[str, None], form: StreamForm = OPENAI_FORM
+) -> EventStream:
     """Begins a stream when its first event is ready, so that an earlier failure gets its own status.
 
-    After ten seconds without an event the stream begins anyway, with comments that keep the connection open. A later
-    failure is the last event, in OpenAI's shape.
+    After ten seconds without an event the stream begins anyway, with what keeps the connection open. A later failure
+    is the last event.
 
     Raises:
         Whatever `events` raises before its first event.
@@ -64,33 +91,29 @@ async def open_stream(request: Request, events: AsyncGenerator[str, None]) -> Ev
     except BaseException:
         await _end(first, events)
         raise
-    return EventStream(first, events, request_id_of(request))
+    return EventStream(first, events, request_id_of(request), form)
 
 
 async def _kept_alive(
-    pending: asyncio.Future[str], events: AsyncGenerator[str, None], request_id: str
+    pending: asyncio.Future[str], events: AsyncGenerator[str, None], request_id: str, form: StreamForm
 ) -> AsyncGenerator[str, None]:
     try:
         while True:
             await asyncio.wait({pending}, timeout=KEEP_ALIVE_SECONDS)
             if not pending.done():
-                yield ": waiting\n\n"
+                yield form.waiting
                 continue
             try:
                 text = pending.result()
             except StopAsyncIteration:
                 return
             except Exception as error:
-                yield _error_event(as_api_error(error, request_id))
+                yield form.error(as_api_error(error, request_id), request_id)
                 return
             yield text
             pending = asyncio.ensure_future(anext(events))
     finally:
         await _end(pending, events)
-
-
-def _error_event(error: ApiError) -> str:
-    return f"data: {json.dumps(error.body)}\n\n"
 
 
 async def _end(pending: asyncio.Future[str], events: AsyncGenerator[str, None]) -> None:

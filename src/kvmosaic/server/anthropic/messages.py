@@ -1,0 +1,176 @@
+"""Routes /v1/messages and /v1/messages/count_tokens: conversations over documents, in Anthropic's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from kvmosaic.api.error_forms import MESSAGES_ROUTE, messages_error
+from kvmosaic.api.errors import ApiError
+from kvmosaic.sampling import SamplingParams
+from kvmosaic.server.admission import RequestThreads
+from kvmosaic.server.anthropic.answer_blocks import BlockAnswer
+from kvmosaic.server.anthropic.conversation import read_conversation
+from kvmosaic.server.anthropic.replies import (
+    Ending,
+    MessageEvent,
+    MessageReply,
+    TokenCount,
+    messages_error_replies,
+    usage_of,
+)
+from kvmosaic.server.anthropic.request import CountRequest, MessagesRequest
+from kvmosaic.server.execution import PromptRunner
+from kvmosaic.server.generation.answers import GenerationRequest, deltas, pieces_of, reply_of, whole_answers
+from kvmosaic.server.generation.prompts import (
+    BlockDocuments,
+    EncodedPrompt,
+    PromptSources,
+    Rendering,
+    chat_prompt,
+    served_model,
+)
+from kvmosaic.server.generation.sampling_fields import prepared
+from kvmosaic.server.generation.sse import StreamForm, event, open_stream
+from kvmosaic.server.generation.tool_answers import ToolAnswers, tool_answers
+from kvmosaic.server.generation.usage import UsageTotals
+from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.tenants import Tenant, current_tenant
+
+COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
+_PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+_EXAMPLE = (
+    'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
+    '"delta":{"type":"text_delta","text":" Oak Island"}}\n\n'
+)
+_STREAMED = {
+    "description": "The answer, or its events.",
+    "content": {"text/event-stream": {"itemSchema": _EVENT, "example": _EXAMPLE}},
+}
+
+
+def _error_event(error: ApiError, request_id: str) -> str:
+    return f"event: error\ndata: {json.dumps(messages_error(error, request_id))}\n\n"
+
+
+FORM = StreamForm(waiting=_PING, error=_error_event)
+
+
+def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
+    """Returns the routes."""
+    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
+
+    @routes.post(
+        MESSAGES_ROUTE,
+        response_model=MessageReply,
+        response_model_exclude_unset=True,
+        responses={200: _STREAMED, **messages_error_replies()},
+    )
+    async def create_message(
+        request: Request, body: MessagesRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> MessageReply | Response:
+        """Answers a conversation over its documents, in one reply or in events (`stream`)."""
+        model = served_model(sources, body.model)
+        runner.admission.check(tenant)
+        prompts, params, tools = await threads.run(tenant.name, _read, sources, tenant, body)
+        asked = GenerationRequest.by(runner, tenant, MESSAGES_ROUTE, request, body, (prompts, params))
+        writer = MessageWriter(asked, model, tools)
+        if body.stream:
+            return await open_stream(request, writer.events(), FORM)
+        (answer,), tally = await whole_answers(asked, partial(BlockAnswer.new, tools))
+        return await reply_of(lambda: writer.whole(answer, tally), [answer])
+
+    @routes.post(COUNT_ROUTE, response_model=TokenCount, responses=messages_error_replies())
+    async def count_message_tokens(
+        request: Request, body: CountRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
+    ) -> TokenCount:
+        """Counts the tokens of a prompt, without answering it."""
+        served_model(sources, body.model)
+        composed = await threads.run(tenant.name, _prompt, sources, tenant, body)
+        return TokenCount(input_tokens=composed.prompt.num_tokens)
+
+    return routes
+
+
+def _prompt(sources: PromptSources, tenant: Tenant, body: CountRequest) -> EncodedPrompt:
+    conversation, tools = read_conversation(body, sources.chat_template), body.tool_request()
+    rendering = Rendering(
+        continue_final_message=conversation.is_continued,
+        template_options=body.template_options(sources.chat_template),
+        tools=() if tools is None else tuple(tools.for_template()),
+    )
+    blocks = BlockDocuments(conversation.documents, conversation.placed)
+    return chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
+
+
+def _read(
+    sources: PromptSources, tenant: Tenant, body: MessagesRequest
+) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
+    request = body.tool_request()
+    params = body.sampling_params(sources.sampling_defaults())
+    prompts = [_prompt(sources, tenant, body)]
+    tools = None if request is None else tool_answers(sources.llm, request, params)
+    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
+
+
+class MessageWriter:
+    """Writes the answer of one request in the shape of /v1/messages."""
+
+    def __init__(self, asked: GenerationRequest, model: str, tools: ToolAnswers | None) -> None:
+        self._asked = asked
+        self._tools = tools
+        self._head: dict[str, Any] = {
+            "id": f"msg_{asked.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def whole(self, answer: BlockAnswer, tally: UsageTotals) -> MessageReply:
+        """Returns one reply with the answer."""
+        stop_reason, stop_sequence = answer.stop
+        return MessageReply(
+            **self._head,
+            content=answer.content(),
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=usage_of(tally),
+            kvmosaic=tally.report(),
+        )
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yields the events of the answer, in Anthropic's order."""
+        tally, answer, has_begun = self._asked.tally(), BlockAnswer.new(self._tools), False
+        async with aclosing(deltas(self._asked)) as news:
+            async for prompt_index, delta in news:
+                tally.add(prompt_index, delta)
+                if not has_begun:
+                    has_begun = True
+                    yield _told(self._begin(tally))
+                for new in delta.answers:
+                    for piece in await pieces_of(partial(answer.events, new), new):
+                        yield _told(piece)
+        stop_reason, stop_sequence = answer.stop
+        yield _told(
+            MessageEvent(
+                type="message_delta",
+                delta=Ending(stop_reason=stop_reason, stop_sequence=stop_sequence),
+                usage=usage_of(tally),
+                kvmosaic=tally.report(),
+            )
+        )
+        yield _told(MessageEvent(type="message_stop"))
+
+    def _begin(self, tally: UsageTotals) -> MessageEvent:
+        message = MessageReply(**self._head, content=[], stop_reason=None, stop_sequence=None, usage=usage_of(tally))
+        return MessageEvent(type="message_start", message=message)
+
+
+def _told(piece: MessageEvent) -> str:
+    return event(piece, piece.type)

@@ -1,0 +1,147 @@
+"""Request bodies of /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kvmosaic.api.fields import Body, Ignored, NumTokens, Only, Plain, StopText, Text, Variables, example
+from kvmosaic.errors import InvalidMessages
+from kvmosaic.prompt.message import MAX_MESSAGES
+from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.server.anthropic.blocks import Content, TextBlocks
+from kvmosaic.server.anthropic.tool_fields import ToolChoice, Tools, tool_request
+from kvmosaic.server.generation.sampling_fields import Defaults, GenerationFields
+from kvmosaic.tools import ToolRequest
+
+THINKING_VARIABLE = "enable_thinking"
+"""The variable by which chat templates switch thinking on and off."""
+
+
+class Message(Body):
+    """One message; neighbours with the same role are read as one."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Thinking(Body):
+    """Whether the model thinks first."""
+
+    type: Annotated[
+        Literal["enabled", "disabled", "adaptive"],
+        Field(description="Refused, but for disabled, unless the model's chat template can switch thinking on."),
+    ]
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class SchemaFormat(Body):
+    """JSON that keeps to a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: Annotated[Plain, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """The form of the answer."""
+
+    format: SchemaFormat | None = None
+    effort: Ignored = None
+
+
+class CountRequest(GenerationFields):
+    """A body of /v1/messages/count_tokens: that of /v1/messages, of which only the prompt matters."""
+
+    model_config = example(
+        messages=[{"role": "user", "content": "Where does the ferry go?"}],
+        documents=[{"id": "ferry", "text": "The ferry goes to Oak Island."}],
+    )
+
+    max_tokens: NumTokens | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Annotated[Text | TextBlocks | None, Field(description="The first mark in it ends the preamble.")] = None
+    stop_sequences: Annotated[list[StopText] | None, Field(max_length=128)] = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    tools: Annotated[
+        Tools | None, Field(description="Functions that the model may call; it reads them in the order of their names.")
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        Field(description="any or tool: the answer is a call that keeps to the schema. Default: auto."),
+    ] = None
+    chat_template_kwargs: Annotated[Variables | None, Field(description="Variables of the chat template.")] = None
+    container: Annotated[Any, Only((None,), "code is not run here")] = None
+    mcp_servers: Annotated[Any, Only((None, []), "other servers are not called")] = None
+    context_management: Annotated[Any, Only((None, {}), "prompts are never cut")] = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    inference_geo: Ignored = None
+    speed: Ignored = None
+    cache_control: Ignored = None
+
+    def template_options(self, template: str) -> dict[str, Any] | None:
+        """Returns variables of a chat template, with thinking switched as the request says.
+
+        Raises:
+            InvalidMessages: thinking, for a template that cannot switch it on.
+        """
+        options = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            wants = self.thinking.type != "disabled"
+            if THINKING_VARIABLE in template:
+                options.setdefault(THINKING_VARIABLE, wants)
+            elif wants:
+                raise InvalidMessages(
+                    f"thinking is {self.thinking.type!r}, which this model's chat template cannot switch on; leave it "
+                    "out, or send {'type': 'disabled'}"
+                )
+        return options or None
+
+    def tool_request(self) -> ToolRequest | None:
+        """Returns the tools and how they may be called; None without tools.
+
+        Raises:
+            InvalidTools: tools that cannot be called, or a choice that does not go with them.
+        """
+        return tool_request(self.tools, self.tool_choice)
+
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
+        """Returns the sampling parameters.
+
+        Raises:
+            InvalidSampling: values that do not go together.
+        """
+        return self.sampling(defaults, max_tokens=self.max_tokens)
+
+    def _format(self) -> StructuredOutputs | None:
+        form = self.output_config.format if self.output_config else None
+        return None if form is None else StructuredOutputs(json=form.json_schema)
+
+    def _stop_texts(self) -> list[str] | None:
+        return self.stop_sequences or None
+
+
+class MessagesRequest(CountRequest):
+    """A body of /v1/messages."""
+
+    model_config = example(
+        max_tokens=16,
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "document",
+                        "title": "The ferry",
+                        "source": {"type": "text", "media_type": "text/plain", "data": "It goes to Oak Island."},
+                    },
+                    {"type": "text", "text": "Where does the ferry go?"},
+                ],
+            }
+        ],
+    )
+
+    max_tokens: Annotated[NumTokens, Field(examples=[16])]

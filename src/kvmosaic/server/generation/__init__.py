@@ -1,0 +1,1 @@
+"""What the answering routes of every API share: fields, prompts, documents, answers, usage and streams."""
