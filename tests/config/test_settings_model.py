@@ -21,13 +21,17 @@ from kvmosaic.server.settings import ServerSettings
 SOURCE = Path(__file__).parents[2] / "src" / "kvmosaic"
 SETTINGS = {name: each for config in CONFIGS for name, each in settings_of(config).items()}
 MAX_PARAMETERS = 12
-WIDE = {"llm.py:__init__", "attention/triton/kernel.py:attend_walks"}
-"""The face of the library, and a kernel, whose arguments are pointers and strides."""
+WIDE = {
+    *("llm.py:__init__", "llm.py:chat", "llm.py:stream", "integrations/vllm/front/python_api.py:chat"),
+    "attention/triton/kernel.py:attend_walks",
+}
+"""The faces of the library, which name each choice as vLLM's do; a kernel, whose arguments are pointers and strides."""
 OTHER_MEANING = {
     ("bench", "dtype"),  # several dtypes, one after the other
     ("tune", "profile"),  # the file that is written
     ("tune", "repair"),  # the policies that are tried
     ("eval", "repair"),
+    ("bench", "eviction"),  # several policies, of simulated caches
     ("bench", "position_strategy"),  # no auto: engines are compared under one layout
     ("demo", "position_strategy"),
     ("warm", "chunk_cache_size"),  # memory for documents under way

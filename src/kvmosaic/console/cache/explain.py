@@ -32,8 +32,8 @@ MAX_LOOKED_AT = 100_000
 
 _NOT_KEPT = {
     "plain": "the whole prompt is one plain segment; only documents are kept in tiers",
-    "system": "the preamble: documents see it, and are found after the same one only",
-    "text": "computed with each request, and documents do not see it: what changes in a system text, or glue",
+    "system": "only documents are kept in tiers; this is the preamble, after which they were computed",
+    "text": "only documents are kept in tiers; this is computed with each request, and documents do not see it",
 }
 """By kind of a segment that is no document: why no tier has it."""
 

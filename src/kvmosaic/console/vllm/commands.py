@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from kvmosaic.console.option_groups import option
+from kvmosaic.console.option_groups import grouped, option
 from kvmosaic.console.options import ChunkTiers
 
 vllm = typer.Typer(
@@ -25,33 +26,41 @@ def _options() -> None:
     pass
 
 
-@vllm.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    options_metavar="MODEL [OPTIONS] [OPTIONS OF VLLM SERVE]",
-)
-def serve(
-    context: typer.Context,
-    chunk_separator: Annotated[str | None, option("chunk_separator")] = None,
+@dataclass(frozen=True, slots=True)
+class DocumentOptions:
+    """How documents are found, placed and stored."""
+
+    chunk_separator: Annotated[str | None, option("chunk_separator")] = None
     position_strategy: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: auto, sequential or shared.")
-    ] = None,
+    ] = None
     chunk_context: Annotated[
         str | None, typer.Option(metavar="NAME", help="system, or none: what documents saw when they were computed.")
-    ] = None,
-    preamble: Annotated[str | None, option("preamble")] = None,
-    find_documents: Annotated[str | None, option("find_documents")] = None,
-    document_pattern: Annotated[str | None, option("document_pattern")] = None,
+    ] = None
+    preamble: Annotated[str | None, option("preamble")] = None
+    find_documents: Annotated[str | None, option("find_documents")] = None
+    document_pattern: Annotated[str | None, option("document_pattern")] = None
     repair: Annotated[
         str | None,
         typer.Option(
             metavar="REPAIR",
             help="none, or first(16): so many tokens of each document are computed again. Default: first(8).",
         ),
-    ] = None,
-    long_chunks: Annotated[str | None, option("long_chunks")] = None,
+    ] = None
+    long_chunks: Annotated[str | None, option("long_chunks")] = None
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
-    ] = None,
+    ] = None
+
+
+@vllm.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="MODEL [OPTIONS] [OPTIONS OF VLLM SERVE]",
+)
+@grouped
+def serve(
+    context: typer.Context,
+    documents: DocumentOptions,
     chunk_tier: ChunkTiers = None,
     chunk_compression: Annotated[str | None, option("chunk_compression")] = None,
     chunk_loading: Annotated[str | None, option("chunk_loading")] = None,
@@ -63,19 +72,8 @@ def serve(
     """
     from kvmosaic.integrations.vllm.front.command import check_installed, serving
 
-    choices = {
-        "chunk_separator": chunk_separator,
-        "position_strategy": position_strategy,
-        "chunk_context": chunk_context,
-        "preamble": preamble,
-        "find_documents": find_documents,
-        "document_pattern": document_pattern,
-        "repair": repair,
-        "long_chunks": long_chunks,
-        "documents_dir": documents_dir,
-    }
     tier_options = {"compression": chunk_compression, "loading": chunk_loading}
-    launch = serving(context.args, choices, chunk_tier or (), tier_options)
+    launch = serving(context.args, asdict(documents), chunk_tier or (), tier_options)
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)
     if show:

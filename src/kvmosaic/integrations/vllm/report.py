@@ -113,6 +113,7 @@ class ComposedReport:
                 "recomputed_tokens": reuse.computed_tokens,
                 "moved_tokens": reuse.moved_tokens,
             },
+            "advice": [],
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }
