@@ -77,8 +77,11 @@ class ReplyReport(Reply):
     documents: list[SegmentReport]
     segments: list[SegmentReport]
     advice: Annotated[
-        tuple[str, ...], Field(description="What to set or send, where reuse is lost again and again; usually empty.")
-    ] = ()
+        list[str],
+        Field(
+            default_factory=list, description="What to set or send, where reuse is lost again and again; usually empty."
+        ),
+    ]
     repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 
 
@@ -137,7 +140,7 @@ class UsageTotals:
             time_to_first_token_ms=None if seconds is None else round(seconds * 1e3, 3),
             documents=[segment for segment in segments if segment.kind == "chunk"],
             segments=segments,
-            advice=tuple(dict.fromkeys(said for index in sorted(self._reuse) for said in self._reuse[index].advice)),
+            advice=list(dict.fromkeys(said for index in sorted(self._reuse) for said in self._reuse[index].advice)),
             repair=_repair([reuse.repair for reuse in self._reuse.values() if reuse.repair is not None]),
         )
 
