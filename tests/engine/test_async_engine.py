@@ -437,6 +437,7 @@ def test_calls_run_in_order_between_steps_and_their_errors_are_raised():
                 cancelled = asyncio.create_task(engine.call(lambda inner: order.append("cancelled")))
                 await asyncio.sleep(0)
                 cancelled.cancel()
+                await asyncio.wait([cancelled])  # before the engine's thread goes on
             assert await engine.call(lambda inner: list(order)) == [0, 1, 2, 3, 4]
             await engine.call(lambda inner: inner.abort_all(inner.unfinished_requests))
             rest = [delta async for delta in deltas]

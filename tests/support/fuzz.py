@@ -47,6 +47,17 @@ def _asking(**fields: Any) -> dict[str, Any]:
 
 
 SEEDS = [
+    Seed(
+        "POST",
+        "/v1/messages",
+        {
+            "model": "reader",
+            "max_tokens": 2,
+            "system": [{"type": "text", "text": "Answer.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Where does the ferry go?"}]}],
+        },
+    ),
+    Seed("POST", "/v1/messages/count_tokens", {"model": "reader", "messages": [QUESTION]}),
     Seed("POST", "/v1/chat/completions", _asking(messages=[QUESTION], documents=[FERRY, {"id": "kept"}])),
     Seed(
         "POST",
