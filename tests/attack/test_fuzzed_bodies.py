@@ -120,17 +120,20 @@ def fault_of(reply: Reply) -> str | None:
     if not reply.headers.get("x-request-id"):
         return "no X-Request-Id"
     if "text/event-stream" in reply.headers.get("content-type", ""):
-        return "an internal error in a stream" if b'"code": "internal_error"' in spaced(reply.body) else None
+        has_failed = any(said in spaced(reply.body) for said in (b'"code": "internal_error"', b'"type": "api_error"'))
+        return "an internal error in a stream" if has_failed else None
     if reply.status in (204, 304) or not reply.body:
         return None
     read = json.loads(reply.body)
-    if reply.status >= 400 and set(read["error"]) != {"message", "type", "param", "code"}:
+    is_of_messages = read.get("type") == "error" and set(read) == {"type", "error", "request_id"}
+    expected = {"message", "type"} if is_of_messages else {"message", "type", "param", "code"}
+    if reply.status >= 400 and set(read["error"]) != expected:
         return "an error of another shape"
     return "an internal error inside" if "internal_error" in str(read.get("data", "")) else None
 
 
 def spaced(body: bytes) -> bytes:
-    return body.replace(b'"code":"', b'"code": "')
+    return body.replace(b'"code":"', b'"code": "').replace(b'"type":"', b'"type": "')
 
 
 class Errors(logging.Handler):
