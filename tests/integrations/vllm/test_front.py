@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from support.asking import DOCUMENTS, MESSAGES
 
+from kvmosaic.api.errors import ApiError
 from kvmosaic.documents import DocumentStore
 from kvmosaic.integrations.vllm.contract import How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
@@ -41,7 +43,12 @@ def test_vllm_reads_token_ids_and_borders_of_a_conversation(tokenizer: Any) -> N
 
     marked = {"type": "text", "text": "A letter.", "cache_control": {"type": "ephemeral"}}
     messages = [MESSAGES[0], {"role": "user", "content": [marked, {"type": "text", "text": "What?"}]}]
-    body = body_of(tokenizer, "chat", messages=messages, documents=DOCUMENTS, tools=[TOOL], tool_choice="none")
+    asked = {"messages": messages, "documents": DOCUMENTS, "tools": [TOOL], "tool_choice": "none"}
+    with pytest.raises(ApiError, match="does not show tools"):
+        body_of(tokenizer, "chat", **asked)
+    showing = copy.copy(tokenizer)
+    showing.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer.chat_template
+    body = body_of(showing, "chat", **asked)
     request = ChatCompletionRequest.model_validate(body)
     params = request.kv_transfer_params
     assert params == body["kv_transfer_params"] and len(params["prompt_token_ids"]) > 20
