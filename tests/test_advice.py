@@ -14,8 +14,9 @@ from support.asking import chat
 from support.server import RunningServer
 
 from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
-from kvmosaic.advice import MAX_TENANTS, ReuseAdvisor, common_length
+from kvmosaic.advice import MAX_TENANTS, ReuseAdvisor
 from kvmosaic.prompt import Prompt
+from kvmosaic.prompt.text_pieces import common_length
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

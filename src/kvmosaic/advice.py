@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.patterns import document_finder
+from kvmosaic.prompt.text_pieces import common_length
 
 if TYPE_CHECKING:
     from kvmosaic.sampling.reuse import MissReason, ReuseReport, SegmentReuse
@@ -46,18 +47,6 @@ _NUMBERS = re.compile(r"\d+")
 _STORED = re.compile(r" \[stored [0-9]+\]| \([0-9]+/[0-9]+\)\Z")
 """What labels of stored documents and of parts add to a name."""
 _ANY_PATTERN = document_finder(("patterns",), None)
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of leading items that two sequences share; compares slices, so that long texts take no loop."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class _Known:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvmosaic.prompt.document import Document
-from kvmosaic.prompt.found_documents import Part
-from kvmosaic.prompt.segment import Segment, SegmentKind, document_segment
-from kvmosaic.prompt.text_pieces import TextPiece, joined
+from kvmosaic.prompt.found_documents import DocumentFinder, Part, split_at_documents
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, document_segment
+from kvmosaic.prompt.text_pieces import TextPiece, joined, template
 from kvmosaic.prompt.tokenizer import Encoded
 
 
@@ -42,6 +42,18 @@ def drafts_of(parts: Sequence[Part]) -> Iterator[Draft]:
             yield Draft(SegmentKind.QUESTION, part.pieces)
         elif joined(part.pieces):
             yield Draft(SegmentKind.TEXT, part.pieces)
+
+
+def with_documents(prompt: Prompt, finder: DocumentFinder, max_documents: int) -> Prompt:
+    """An ordinary prompt of text, split at the documents in it; the same prompt if there are none."""
+    (plain,) = prompt.segments
+    parts = split_at_documents([template(plain.text or "")], finder, max_documents)
+    if len(parts) == 1:
+        return prompt
+    first, *others = (draft.segment() for draft in drafts_of(parts))
+    if first.kind is SegmentKind.TEXT:
+        first = replace(first, kind=SegmentKind.SYSTEM)
+    return replace(prompt, segments=(first, *others))
 
 
 def tokens_up_to(pieces: Sequence[TextPiece], message: int | None, encoded: Encoded) -> int:

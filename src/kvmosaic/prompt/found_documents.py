@@ -15,8 +15,8 @@ from typing import Protocol
 
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.message import is_system
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
-from kvmosaic.prompt.text_pieces import TextPiece, template
+from kvmosaic.prompt.segment import Segment, SegmentKind
+from kvmosaic.prompt.text_pieces import TextPiece
 
 MIN_FOUND_CHARACTERS = 32
 """Minimum length of a found document: a shorter one stays glue, since its tokens would hardly fill a block."""
@@ -138,23 +138,6 @@ def said_before(conversation: Conversation, head: Sequence[TextPiece]) -> int:
             return place
         place += len(piece.text)
     return place
-
-
-def with_documents(prompt: Prompt, finder: DocumentFinder, max_documents: int) -> Prompt:
-    """An ordinary prompt of text, split at the documents in it; the same prompt if there are none."""
-    (plain,) = prompt.segments
-    parts = split_at_documents([template(plain.text or "")], finder, max_documents)
-    if len(parts) == 1:
-        return prompt
-    segments = list[Segment]()
-    for number, part in enumerate(parts):
-        text = "".join(piece.text for piece in part.pieces)
-        if found := part.found:
-            segments.append(found.segment(text))
-        else:
-            kind = SegmentKind.SYSTEM if not number else SegmentKind.TEXT
-            segments.append(Segment(SegmentKind.QUESTION if number == len(parts) - 1 else kind, None, text))
-    return replace(prompt, segments=tuple(segments))
 
 
 def _cut(piece: TextPiece, start: int, end: int) -> Iterator[TextPiece]:

@@ -9,7 +9,6 @@ the preamble ends depends on the request and the settings alone, so that cached 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from kvmosaic.prompt.chat_template.document_placement import Placing, place_docu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.segment import Segment, SegmentKind
-from kvmosaic.prompt.text_pieces import TextPiece, joined
+from kvmosaic.prompt.text_pieces import TextPiece, common_length, joined
 from kvmosaic.prompt.tokenizer import Encoded
 
 MARKS = ("cache_control", "prompt_cache_breakpoint")
@@ -169,10 +168,7 @@ def sentence_start(text: str, place: int) -> int:
 
 def common_start(one: str, other: str) -> int | None:
     """Where the first sentence or line begins in which two texts differ; None if they are equal."""
-    if one == other:
-        return None
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sentence_start(one, sum(1 for _ in alike))
+    return None if one == other else sentence_start(one, common_length(one, other))
 
 
 def is_marked(part: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,15 @@ def foreign_intervals(pieces: Sequence[TextPiece]) -> list[tuple[int, int]]:
             intervals.append((start, end))
         start = end
     return intervals
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of leading items that two sequences share; compares slices, so that long texts take no loop."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

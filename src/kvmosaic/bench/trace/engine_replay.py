@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow, reused_documents
+from kvmosaic.bench.trace.replay import ReplayRow, replay, reused_documents
 from kvmosaic.bench.trace.trace import Trace
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
@@ -82,17 +81,10 @@ class EngineReplay:
         """
         self.llm.engine.kv_cache.reset()
         row = ReplayRow(variant.name, variant.about, self.name)
-        started = time.monotonic()
         try:
-            for request in trace.requests:
-                self._answer(writer.texts(request), variant, row)
-                row.mark(len(trace.requests))
-                watcher.answered(f"{variant.name}, {self.name}")
-        except KeyboardInterrupt:
-            row.is_complete = False
+            replay(row, trace, lambda request: self._answer(writer.texts(request), variant, row), watcher)
         except PromptTooLong as error:
             raise InvalidTrace(f"{error}; or scale the trace down with --block-tokens") from None
-        row.seconds = time.monotonic() - started
         return row
 
     def _answer(self, texts: RequestTexts, variant: Variant, row: ReplayRow) -> None:

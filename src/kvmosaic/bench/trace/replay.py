@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from kvmosaic.bench.progress import Watcher
+from kvmosaic.bench.trace.trace import Trace, TraceRequest
 
 _CURVE_POINTS = 50
 
@@ -61,6 +66,26 @@ class ReplayRow:
         curve = values.pop("curve")
         shares = {"document_share": round(self.document_share, 5), "prompt_share": round(self.prompt_share, 5)}
         return {**values, **shares, "curve": curve}
+
+
+def replay(row: ReplayRow, trace: Trace, answer: Callable[[TraceRequest], None], watcher: Watcher) -> None:
+    """Answers the requests of a trace one after the other; an interrupt ends it, with `is_complete` off.
+
+    Args:
+        row: the figures, to which `answer` adds each request.
+        trace: the requests.
+        answer: answers one of them.
+        watcher: called after every request.
+    """
+    started = time.monotonic()
+    try:
+        for request in trace.requests:
+            answer(request)
+            row.mark(len(trace.requests))
+            watcher.answered(f"{row.variant}, {row.cache}")
+    except KeyboardInterrupt:
+        row.is_complete = False
+    row.seconds = time.monotonic() - started
 
 
 def reused_documents(num_reused: int, before: int, documents: int) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.replay import ReplayRow, replay
 from kvmosaic.bench.trace.trace import Trace
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
@@ -52,15 +51,7 @@ class ServerReplay:
             ServerError: it cannot be reached, refuses, or is no kvmosaic server.
         """
         row = ReplayRow(variant.name, variant.about, self.name)
-        started = time.monotonic()
-        try:
-            for request in trace.requests:
-                self._send(writer.texts(request), variant, row)
-                row.mark(len(trace.requests))
-                watcher.answered(f"{variant.name}, {self.name}")
-        except KeyboardInterrupt:
-            row.is_complete = False
-        row.seconds = time.monotonic() - started
+        replay(row, trace, lambda request: self._send(writer.texts(request), variant, row), watcher)
         return row
 
     def _send(self, texts: RequestTexts, variant: Variant, row: ReplayRow) -> None:

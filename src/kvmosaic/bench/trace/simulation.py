@@ -7,12 +7,11 @@ of an engine that answers one request after the other.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter
-from kvmosaic.bench.trace.replay import ReplayRow, reused_documents
+from kvmosaic.bench.trace.replay import ReplayRow, replay, reused_documents
 from kvmosaic.bench.trace.trace import BLOCK_TOKENS, Trace, TraceRequest
 from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.cache import KVCache, Plan
@@ -70,16 +69,11 @@ def simulate(
     """
     row = ReplayRow(variant.name, variant.about, str(cache))
     simulation = _Simulation(trace, cache)
-    started = time.monotonic()
-    try:
-        for request in trace.requests:
-            plan = simulation.answer(request, writer, variant)
-            row.add(*_reused(plan, request, writer))
-            row.mark(len(trace.requests))
-            watcher.answered(f"{variant.name}, {cache}")
-    except KeyboardInterrupt:
-        row.is_complete = False
-    row.seconds = time.monotonic() - started
+
+    def answer(request: TraceRequest) -> None:
+        row.add(*_reused(simulation.answer(request, writer, variant), request, writer))
+
+    replay(row, trace, answer, watcher)
     simulation.count_evictions(row)
     return row
 
