@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ for name, value in {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # each server of a test has documents of its own, and none are those of the user who runs the tests
+    "KVMOSAIC_DOCUMENTS_DIR": "none",
+    "XDG_DATA_HOME": tempfile.mkdtemp(prefix="kvmosaic-data-"),
     # GPU kernels run on the CPU; on a machine with a GPU, set it to 0 to run them there
     "TRITON_INTERPRET": "1",
 }.items():

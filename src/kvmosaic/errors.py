@@ -274,6 +274,10 @@ class DocumentStoreFull(DocumentError):
     """More documents, or more bytes of text, than a tenant may store."""
 
 
+class DocumentStoreUnavailable(DocumentError):
+    """The database of stored documents does not answer, or cannot be written to."""
+
+
 class ModelError(KVMosaicError):
     """The model cannot be used as asked."""
 

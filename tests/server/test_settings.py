@@ -30,6 +30,7 @@ NUMBERS = {
     "time_slice_seconds": (0, 1e6),
     "num_threads": (1, 1_024),
     "document_ttl": (0, 366 * 86_400),
+    "document_version_seconds": (0, 366 * 86_400),
     "max_documents": (1, 10**6),
     "max_documents_bytes": (1, 2**40),
     "max_queue": (0, 10**6),

@@ -56,6 +56,7 @@ class RunningServer:
         **settings: Any,
     ) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
+        small["documents_dir"] = "none"
         fixed = {"position_strategy": "shared", "repair": "none"} if settings.get("profile") is None else {}
         self.settings = ServerSettings(**{**small, **fixed, **settings})
         self._loaded = loaded
@@ -141,7 +142,7 @@ class ServeCommand:
     def __init__(self, *arguments: str, model: str = "reader", **variables: str) -> None:
         self._command = (sys.executable, "-m", "kvmosaic", "serve", model, "--port", "0", "--dtype", "float32")
         self._command += ("--chunk-cache-size", "32MiB", "--request-cache-size", "32MiB", *arguments)
-        self._environment = {**os.environ, **variables}
+        self._environment = {"KVMOSAIC_DOCUMENTS_DIR": "none", **os.environ, **variables}
         self.log = ""
         self.url = ""
 

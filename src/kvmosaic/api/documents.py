@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Reply, Text
-from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, StoredDocument
+from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, StoredDocument, StoredText
+from kvmosaic.documents.store import Named
 from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_METADATA_VALUE, MAX_TTL_SECONDS
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
@@ -32,7 +33,7 @@ DocumentId = Annotated[
         max_length=MAX_ID_CHARACTERS,
         pattern=ID_PATTERN,
         json_schema_extra={"not": {"pattern": REFUSED_ID_PATTERN}},
-        description="Letters, digits and . _ : - ; not '.' or '..', and no verb such as ':warm' at the end.",
+        description="Any text of one line; no '.' or '..' between slashes, no verb such as ':warm' at the end.",
     ),
 ]
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_METADATA_KEY)]
@@ -54,6 +55,10 @@ class DocumentPart(Body):
 
     id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
     doc_id: Name | Annotated[int, Field(ge=0, le=2**63 - 1), INTEGRAL] | None = None
+    version: Annotated[
+        Annotated[int, Field(ge=1, le=2**31), INTEGRAL] | None,
+        Field(description="Of a stored document: the version to read. Default: the current one."),
+    ] = None
     title: Name | None = None
     text: Text | None = None
     priority: DocumentPriority | None = None
@@ -70,6 +75,17 @@ class DocumentPart(Body):
         Field(description="Position of its first token, with position_strategy absolute."),
     ] = None
     metadata: Plain | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Its id, as a text."""
+        name = self.id if self.id is not None else self.doc_id
+        return None if name is None else str(name)
+
+    def settled(self, stored: Document) -> Document:
+        """A stored document with what the body says of it."""
+        priority = stored.priority if self.priority is None else self.priority
+        return replace(stored, priority=priority, sees=tuple(self.sees or ()), position_offset=self.position_offset)
 
 
 def _check_preamble(value: Any) -> Any:
@@ -138,25 +154,29 @@ class _StoredSearch:
         return [FoundDocument(start, end, "stored", document.name, document.priority) for start, end, document in found]
 
 
-def document_texts(parts: Sequence[DocumentPart | str], resolve: Callable[[str], Document]) -> tuple[Document, ...]:
+def document_texts(
+    parts: Sequence[DocumentPart | str], resolve: Callable[[Sequence[Named]], Sequence[StoredText]]
+) -> tuple[Document, ...]:
     """Returns the documents of a body, with the texts of stored ones.
 
     Args:
         parts: documents, or ids of stored ones.
-        resolve: returns the stored document of an id.
+        resolve: returns the stored documents of ids and versions.
 
     Raises:
         UnknownDocument: an id that is not stored.
         InvalidDocument: no text and no id, or a text that is empty.
     """
-    return tuple(_document_text(part, index, resolve) for index, part in enumerate(parts))
+    whole = [DocumentPart(text=part) if isinstance(part, str) else part for part in parts]
+    documents = [_given_document(part, index) for index, part in enumerate(whole)]
+    names = [(part.name or "", part.version) for part, given in zip(whole, documents, strict=True) if given is None]
+    stored = iter(resolve(names) if names else ())
+    return tuple(given or part.settled(next(stored)) for part, given in zip(whole, documents, strict=True))
 
 
-def _document_text(part: DocumentPart | str, index: int, resolve: Callable[[str], Document]) -> Document:
-    if isinstance(part, str):
-        part = DocumentPart(text=part)
-    name = part.id if part.id is not None else part.doc_id
-    name = None if name is None else str(name)
+def _given_document(part: DocumentPart, index: int) -> Document | None:
+    """The document whose text the body has; None: a stored one."""
+    name = part.name
     if part.text is not None:
         try:
             return Document(part.text, part.title, name, part.priority, tuple(part.sees or ()), part.position_offset)
@@ -167,9 +187,7 @@ def _document_text(part: DocumentPart | str, index: int, resolve: Callable[[str]
             f"document number {index + 1} has neither a text nor the id of a stored document; give one of them",
             document=index,
         )
-    stored = resolve(name)
-    priority = stored.priority if part.priority is None else part.priority
-    return replace(stored, priority=priority, sees=tuple(part.sees or ()), position_offset=part.position_offset)
+    return None
 
 
 class DocumentContent(Body):
@@ -186,7 +204,11 @@ class DocumentContent(Body):
     ] = None
     ttl_seconds: Annotated[
         int | None,
-        Field(ge=1, le=MAX_TTL_SECONDS, description="Life of the document; null: for ever. Default: one hour."),
+        Field(
+            ge=1,
+            le=MAX_TTL_SECONDS,
+            description="Life of the document; null: for ever. Default: for ever, or the server's setting.",
+        ),
     ] = None
     refresh_ttl_on_hit: Annotated[bool, Field(description="Its time begins anew whenever a request reads it.")] = False
     pinned: Annotated[

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from kvmosaic.prompt.document_id import ID_PATTERN
+from kvmosaic.prompt.document_id import ID_PATTERN, ID_RULE
 from kvmosaic.tools.request import NAME_PATTERN, NAME_RULE
 
-_SHAPES = {ID_PATTERN: "must be 1 to 256 letters, digits or any of . _ : -", NAME_PATTERN: f"must be {NAME_RULE}"}
+_SHAPES = {ID_PATTERN: f"must be {ID_RULE}", NAME_PATTERN: f"must be {NAME_RULE}"}
 """Patterns in words; the pattern itself says little to most users."""
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Object|JSON|Data) should\b")
 

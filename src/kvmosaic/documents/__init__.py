@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from kvmosaic.documents.backend import DocumentBackend
-from kvmosaic.documents.folder import FolderDocuments
-from kvmosaic.documents.memory import DocumentPage, MemoryDocuments, Order
+from kvmosaic.documents.database import document_place
 from kvmosaic.documents.names import label_in, shown_name
-from kvmosaic.documents.store import DocumentStore, StoreLimits, StoreUsage
-from kvmosaic.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
+from kvmosaic.documents.store import DocumentPage, DocumentStore, Order
+from kvmosaic.documents.stored import DocumentDraft, Match, StoredDocument, StoredText, StoreLimits, StoreUsage
 
 __all__ = [
-    "DocumentBackend",
     "DocumentDraft",
     "DocumentPage",
     "DocumentStore",
-    "FolderDocuments",
     "Match",
-    "MemoryDocuments",
     "Order",
     "StoreLimits",
     "StoreUsage",
     "StoredDocument",
     "StoredText",
+    "document_place",
     "label_in",
     "shown_name",
 ]

@@ -1,10 +1,10 @@
-"""Names of stored documents: ids that are valid in a URL path, and cache labels that tell their texts apart."""
+"""Names of stored documents in the cache: labels that tell their texts apart."""
 
 from __future__ import annotations
 
 import re
 
-_LABEL = re.compile(r"(([A-Za-z0-9._:-]{1,256}) \[stored [0-9]+\])((?: \([0-9]+/[0-9]+\))?)")
+_LABEL = re.compile(r"((.{1,256}) \[stored [0-9]+\])((?: \([0-9]+/[0-9]+\))?)")
 
 
 def label_of(document_id: str, text_number: int) -> str:

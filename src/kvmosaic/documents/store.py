@@ -5,23 +5,43 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
-from threading import RLock
+from pathlib import Path
+from threading import Lock
+from typing import Literal
 
-from kvmosaic.documents.backend import DocumentBackend
-from kvmosaic.documents.memory import DocumentPage, MemoryDocuments, Order
+from sqlalchemy import Connection, func, or_, select, update
+
+from kvmosaic.documents.changes import TenantChanges, last_used_version
+from kvmosaic.documents.database import DELETED, DOCUMENTS, TENANTS, TEXTS, DocumentDatabase
 from kvmosaic.documents.names import label_in, label_of
-from kvmosaic.documents.stored import DocumentDraft, Match, StoredDocument, StoredText
-from kvmosaic.errors import (
-    DocumentChanged,
-    DocumentExists,
-    DocumentStoreFull,
-    DocumentTooLarge,
-    UnknownDocument,
+from kvmosaic.documents.rows import (
+    DELETED_SINCE,
+    EARLIER_TEXTS,
+    HEADS,
+    HEADS_BY_ID,
+    TEXT_OF_VERSION,
+    WHOLE_BY_ID,
+    WHOLE_CHANGED,
+    AnyRow,
+    content_of,
+    document_of,
+    is_one,
 )
-from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
+from kvmosaic.documents.stored import (
+    DocumentDraft,
+    Match,
+    StoredDocument,
+    StoredText,
+    StoreLimits,
+    StoreUsage,
+    SupersededText,
+    TextHead,
+)
+from kvmosaic.documents.text_index import TextIndex
+from kvmosaic.errors import DocumentChanged, DocumentExists, KVMosaicError, UnknownDocument
 from kvmosaic.prompt.document_id import check_id
 
 MAX_SUPERSEDED = 100_000
@@ -29,77 +49,97 @@ MAX_SUPERSEDED = 100_000
 MAX_IN_GRACE_PERIOD = 10_000
 GRACE_SECONDS = 600.0
 """Seconds for which requests that began earlier may still compute a superseded text."""
+HITS_SECONDS = 5.0
+"""Seconds after which hits are written to the database."""
+MAX_SEARCH_CHARACTERS = 256
+_BATCH = 500
+"""Ids in one statement."""
+
+Order = Literal["asc", "desc"]
+Named = tuple[str, int | None]
+"""Id of a stored document, and one of its versions; None: the current one."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Limits on what one tenant may store."""
+class DocumentPage:
+    """One page of a list, and where the next begins."""
 
-    max_documents: int = 10_000
-    max_bytes: int = 2**28
-    """Maximum bytes of all titles and texts in UTF-8."""
-    max_characters: int = MAX_DOCUMENT_CHARACTERS
-    """Maximum characters of one text."""
+    documents: tuple[StoredDocument, ...]
+    has_more: bool
 
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """Amount stored, of one tenant or of all."""
-
-    num_documents: int
-    num_bytes: int
+    @property
+    def next_after(self) -> str | None:
+        """The `after` of the next page; None: this was the last."""
+        return f"~{self.documents[-1].number}" if self.has_more else None
 
 
-@dataclass(frozen=True, slots=True)
-class SupersededText:
-    """A text that no new request can read; its chunks may be dropped."""
+@dataclass(slots=True)
+class _Hits:
+    """Hits of one document that are not yet written."""
 
-    tenant: str
-    label: str
+    number: int
+    last_used_at: float
+
+
+@dataclass(slots=True)
+class _SearchedTexts:
+    """The texts of one tenant by their content, as of one change."""
+
+    index: TextIndex
+    change: int
 
 
 class DocumentStore:
-    """The stored documents of all tenants, in memory or in another backend.
+    """The stored documents of all tenants, in a database.
 
-    Holds texts only. Their KV cache is in the chunk cache under the `label` of each text; texts that are replaced,
-    deleted or expired are listed by `take_superseded`, whose caller drops their chunks.
+    Holds texts only. Their KV cache is in the chunk cache under the `label` of each text; texts that are no longer
+    current are listed by `take_superseded`, whose caller drops the chunks of texts that no document owns.
 
-    Every call about one tenant is atomic on any thread: bodies with long lists are read beside the event loop. A
-    replaced text is gone from the store before `put` returns: `resolve` can only find the new one.
+    Every call is atomic on any thread and in any process that uses the same database. After `put` returns, requests
+    read the new text; the old one is read by requests that name its version, until `version_seconds` after the last.
     """
 
     def __init__(
         self,
+        place: Path | str | None = None,
         *,
-        default_ttl_seconds: float | None = 3_600,
+        default_ttl_seconds: float | None = None,
+        version_seconds: float = 3_600,
         limits: StoreLimits | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         make_id: Callable[[], str] = lambda: f"doc-{secrets.token_hex(12)}",
-        open_backend: Callable[[str], DocumentBackend] = lambda tenant: MemoryDocuments(),
         has_labels: bool = True,
     ) -> None:
-        """Creates an empty store.
+        """Opens the documents at a place; see `DocumentDatabase`.
 
         Args:
+            place: folder of a SQLite file; or URL of a PostgreSQL database; None: in memory.
             default_ttl_seconds: TTL of documents created without one; None or 0: no expiry.
+            version_seconds: how long a replaced text stays readable by its version; 0: it is gone at once.
             limits: how much one tenant may store.
-            clock: unix seconds.
+            clock: unix seconds; by default the system's time, and for TTLs one that does not jump with it.
             make_id: returns an id for a document created without one.
-            open_backend: opens the documents of a tenant.
             has_labels: whether texts get labels; False where chunks are not found by their names.
+
+        Raises:
+            InvalidConfig: the place cannot be used.
         """
         self.default_ttl_seconds = round(default_ttl_seconds) if default_ttl_seconds else None
+        self.version_seconds = version_seconds
         self.limits = limits or StoreLimits()
-        self._clock = clock
+        self._database = DocumentDatabase(place)
+        self._wall: Callable[[], float] = clock or time.time
+        self._clock: Callable[[], float] = clock or self._database.clock
         self._make_id = make_id
-        self._open_backend = open_backend
         self._has_labels = has_labels
-        self._lock = RLock()
-        """Guards what follows; documents are guarded by the lock of their tenant, which is acquired first."""
-        self._by_tenant: dict[str, DocumentBackend] = {}
-        self._text_numbers = count(1)
+        self._lock = Lock()
+        """Guards what follows."""
+        self._hits: dict[tuple[str, str], _Hits] = {}
+        self._hits_written_at = time.monotonic()
         self._superseded: deque[SupersededText] = deque(maxlen=MAX_SUPERSEDED)
         self._in_grace_period: deque[tuple[float, SupersededText]] = deque(maxlen=MAX_IN_GRACE_PERIOD)
+        self._search_lock = Lock()
+        self._searched: dict[str, _SearchedTexts] = {}
 
     def create(self, tenant: str, draft: DocumentDraft, document_id: str | None = None) -> StoredDocument:
         """Stores a new document.
@@ -108,14 +148,17 @@ class DocumentStore:
             InvalidDocument: an id that cannot be used.
             DocumentExists: the id is taken; `put` replaces.
             DocumentTooLarge, DocumentStoreFull: see `StoreLimits`.
+            DocumentStoreUnavailable: the database cannot be written to; so for all methods.
         """
         document_id = self._make_id() if document_id is None else check_id(document_id)
-        with self._documents(tenant).write_lock():
-            if self._find(tenant, document_id) is not None:
+        with self._changes(tenant) as (changes, connection):
+            changes.read([document_id])
+            if changes.version(document_id) is not None:
                 raise DocumentExists(
                     f"there is a document {document_id!r} already; replace it with PUT, or choose another id"
                 )
-            return self._put(tenant, document_id, draft)
+            changes.put(document_id, draft)
+            return self._written(changes, connection, tenant, [document_id])[document_id]
 
     def put(
         self, tenant: str, document_id: str, draft: DocumentDraft, match: Match | None = None
@@ -129,79 +172,172 @@ class DocumentStore:
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: as for `create`; the old document stays.
         """
         check_id(document_id)
-        with self._documents(tenant).write_lock():
-            before = self._find(tenant, document_id)
-            _check_match(document_id, before, match)
-            return self._put(tenant, document_id, draft), before is None
+        with self._changes(tenant) as (changes, connection):
+            changes.read([document_id])
+            version = changes.version(document_id)
+            _check_match(document_id, version, match)
+            changes.put(document_id, draft)
+            return self._written(changes, connection, tenant, [document_id])[document_id], version is None
 
-    def get(self, tenant: str, document_id: str) -> StoredDocument:
+    def put_many(
+        self, tenant: str, drafts: Sequence[tuple[str | None, DocumentDraft]]
+    ) -> list[StoredDocument | KVMosaicError]:
+        """Creates or replaces documents in one transaction.
+
+        Args:
+            tenant: whose they are.
+            drafts: ids and contents; None: an id is made.
+
+        Returns:
+            For each the document, without its text, or why it was refused. Of those with the same id, the last one
+            counts.
+        """
+        named = [(self._make_id() if document_id is None else document_id, draft) for document_id, draft in drafts]
+        refused = dict[int, KVMosaicError]()
+        stored = dict[str, StoredDocument]()
+        with self._changes(tenant) as (changes, connection):
+            for start in range(0, len(named), _BATCH):
+                read = set[str]()
+                for index, (document_id, draft) in enumerate(named[start : start + _BATCH], start):
+                    if not read or document_id in read:
+                        read = set()
+                        changes.read([name for name, _ in named[index : start + _BATCH]])
+                    read.add(document_id)
+                    try:
+                        changes.put(check_id(document_id), draft)
+                    except KVMosaicError as error:
+                        refused[index] = error
+                names = [name for index, (name, _) in enumerate(named) if start <= index < start + _BATCH]
+                stored |= self._written(changes, connection, tenant, names)
+        return [refused.get(index) or stored[name] for index, (name, _) in enumerate(named)]
+
+    def get(self, tenant: str, document_id: str, version: int | None = None) -> StoredDocument:
         """Returns a document without counting a hit.
 
-        Raises:
-            UnknownDocument: this tenant has none with this id, or it has expired.
-        """
-        document = self._find(tenant, document_id)
-        if document is None:
-            raise UnknownDocument(
-                f"there is no document {document_id!r:.300}; it may be deleted or have expired: store it again"
-            )
-        return document
+        Args:
+            tenant: whose it is.
+            document_id: its id.
+            version: an earlier version, of which title and text are returned; None: the current one.
 
-    def resolve(self, tenant: str, document_id: str) -> StoredText:
-        """Returns the text of a document for a prompt; counts a hit and restarts its TTL if it was created so.
+        Raises:
+            UnknownDocument: this tenant has none with this id, or it has expired; or it has no such version any more.
+        """
+        with self._database.read() as connection:
+            return self._named(connection, tenant, [(document_id, version)])[0]
+
+    def resolve(self, tenant: str, named: Sequence[Named]) -> list[StoredText]:
+        """Returns the texts of documents for a prompt; counts hits and restarts the TTL of those created so.
 
         Raises:
             UnknownDocument: see `get`.
         """
-        with self._documents(tenant).read_lock():
-            document = self.get(tenant, document_id)
-            self._documents(tenant).hit(document, self._clock())
-            return document.content
+        with self._database.read() as connection:
+            documents = self._named(connection, tenant, named)
+            earlier = [
+                (each.id, each.version)
+                for each, (_, version) in zip(documents, named, strict=True)
+                if version is not None
+            ]
+        if earlier and self.version_seconds:
+            with self._database.write(tenant) as connection:
+                for document_id, version in earlier:
+                    expires_at = self._clock() + self.version_seconds
+                    connection.execute(last_used_version(tenant, document_id, version, expires_at))
+        self._hit(tenant, documents)
+        return [document.content for document in documents]
 
     def search(self, tenant: str, text: str) -> list[tuple[int, int, StoredText]]:
         """Returns the documents whose texts are part of a text: (start, end, document), in order; counts a hit of each.
 
-        Texts of fewer than 32 characters are not searched, nor are documents in a folder.
+        Texts of fewer than 32 characters are not searched.
         """
-        with self._documents(tenant).read_lock():
-            found = self._alive(tenant).search(text)
-            for _, _, document in found:
-                self._documents(tenant).hit(document, self._clock())
-            return [(start, end, document.content) for start, end, document in found]
+        with self._database.read() as connection:
+            places = self._places(connection, tenant, text)
+            documents = self._by_id(connection, tenant, [name for _, _, name in places])
+        found = list[tuple[int, int, StoredText]]()
+        for start, end, name in places:
+            document = documents.get(name)
+            if document is not None and document.content.text == text[start:end]:  # it has not expired
+                found.append((start, end, document.content))
+        self._hit(tenant, documents.values())
+        return found
 
     def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
         """Counts a hit for documents whose text was read by other means; ignores unknown ids."""
-        with self._documents(tenant).read_lock():
-            for document_id in document_ids:
-                if (document := self._find(tenant, document_id)) is not None:
-                    self._documents(tenant).hit(document, self._clock())
+        with self._database.read() as connection:
+            documents = self._by_id(connection, tenant, list(document_ids), has_text=False)
+        self._hit(tenant, documents.values())
 
     def documents(self, tenant: str) -> list[StoredDocument]:
-        """Returns all documents of a tenant, oldest first; those in a folder without their texts."""
-        with self._documents(tenant).read_lock():
-            documents = self._alive(tenant)
-            return [documents.documents[documents.ids[number]] for number in documents.numbers]
+        """Returns all documents of a tenant, oldest first, without their texts."""
+        with self._database.read() as connection:
+            rows = connection.execute(HEADS.order_by(DOCUMENTS.c.number), {"tenant": tenant, "now": self._clock()})
+            return [self._document(tenant, row) for row in rows]
 
-    def page(self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc") -> DocumentPage:
-        """Returns some documents of a tenant in order of creation; see `MemoryDocuments.part`.
+    def page(
+        self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc", search: str = ""
+    ) -> DocumentPage:
+        """Returns some documents of a tenant in order of creation, without their texts.
+
+        Whatever is created or deleted between two pages, no other document is left out or listed twice.
+
+        Args:
+            tenant: whose they are.
+            limit: maximum number of documents.
+            after: the id of the last document seen (it may have been deleted since), or a `next_after`.
+            order: by creation.
+            search: part of their ids or titles, in any case.
 
         Raises:
             UnknownDocument: `after` is not in this list.
         """
-        with self._documents(tenant).read_lock():
-            return self._alive(tenant).part(limit, after, order)
+        number, is_ascending = DOCUMENTS.c.number, order == "asc"
+        heads = HEADS.order_by(number if is_ascending else number.desc()).limit(limit + 1)
+        if search:
+            part = search[:MAX_SEARCH_CHARACTERS]
+            heads = heads.where(
+                or_(DOCUMENTS.c.id.icontains(part, autoescape=True), TEXTS.c.title.icontains(part, autoescape=True))
+            )
+        with self._database.read() as connection:
+            if after is not None:
+                place = _place(connection, tenant, after)
+                heads = heads.where(number > place if is_ascending else number < place)
+            rows = connection.execute(heads, {"tenant": tenant, "now": self._clock()}).all()
+        return DocumentPage(tuple(self._document(tenant, row) for row in rows[:limit]), len(rows) > limit)
+
+    def versions(self, tenant: str, document_id: str) -> list[StoredDocument]:
+        """Returns the versions of a document with a text of their own that can be read, the newest first.
+
+        Raises:
+            UnknownDocument: see `get`.
+        """
+        with self._database.read() as connection:
+            document = self._named(connection, tenant, [(document_id, None)])[0]
+            content = document.content
+            head = TextHead("", content.title, content.id, content.priority, label=content.label)
+            values = {"tenant": tenant, "id": document_id, "now": self._clock()}
+            earlier = [
+                replace(
+                    document,
+                    version=row.version,
+                    content=replace(head, title=row.title, label=self._label(document_id, row.number)),
+                    num_bytes=row.num_bytes,
+                )
+                for row in connection.execute(EARLIER_TEXTS, values)
+            ]
+        return [replace(document, content=head), *earlier]
 
     def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
-        """Deletes a document.
+        """Deletes a document with all its versions.
 
         Raises:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
         """
-        with self._documents(tenant).write_lock():
-            document = self.get(tenant, document_id)
-            _check_match(document_id, document, match)
-            self._drop(tenant, document)
+        with self._changes(tenant) as (changes, connection):
+            changes.remove(self._head(connection, tenant, document_id, match))
+        with self._lock:
+            self._hits.pop((tenant, document_id), None)
 
     def set_pinned(self, tenant: str, document_id: str, pinned: bool) -> StoredDocument:
         """Pins or unpins a document. A pinned one does not expire; unpinning restarts its TTL.
@@ -209,13 +345,12 @@ class DocumentStore:
         Raises:
             UnknownDocument: see `get`.
         """
-        with self._documents(tenant).write_lock():
-            document = self.get(tenant, document_id)
-            if document.pinned and not pinned:
-                document.ttl_started_at = self._clock()
-            document.pinned = pinned
-            self._documents(tenant).change(document)
-            return document
+        with self._changes(tenant) as (changes, connection):
+            row = self._head(connection, tenant, document_id)
+            if row.pinned != pinned:
+                expires_at = changes.expiry(row.ttl_seconds, pinned=pinned)
+                changes.update(document_id, pinned=pinned, expires_at=expires_at)
+            return self._document(tenant, self._head(connection, tenant, document_id))
 
     def set_priority(
         self, tenant: str, document_id: str, priority: float | None, match: Match | None = None
@@ -227,38 +362,57 @@ class DocumentStore:
             DocumentChanged: the stored version does not match `match`.
             InvalidDocument: a priority outside its range.
         """
-        with self._documents(tenant).write_lock():
-            document = self.get(tenant, document_id)
-            _check_match(document_id, document, match)
-            document.content = replace(document.content, priority=priority)
-            self._documents(tenant).change(document)
-            return document
+        DocumentDraft("any text", priority=priority)
+        with self._changes(tenant) as (changes, connection):
+            self._head(connection, tenant, document_id, match)
+            changes.update(document_id, priority=priority)
+            return self._document(tenant, self._head(connection, tenant, document_id))
 
     def expire(self, tenant: str | None = None) -> int:
-        """Deletes expired documents, of one tenant or of all; returns their number."""
-        num_dropped = 0
-        for name in [tenant] if tenant is not None else list(self._by_tenant):
-            with self._documents(name).read_lock():
-                _, expired = self._documents(name).alive(self._clock())
-                for document in expired:
-                    self._retire(name, document)
-                num_dropped += len(expired)
-        return num_dropped
+        """Deletes expired documents and replaced texts, of one tenant or of all; returns the number of documents."""
+        now = self._clock()
+        with self._database.read() as connection:
+            due = {
+                name
+                for table in (DOCUMENTS, TEXTS)
+                for name in connection.execute(
+                    select(table.c.tenant).where(table.c.expires_at <= now).distinct()
+                ).scalars()
+            }
+        num_documents = 0
+        for name in due if tenant is None else due & {tenant}:
+            with self._changes(name) as (changes, _):
+                num_documents += changes.num_expired
+        return num_documents
 
     def usage(self, tenant: str | None = None) -> StoreUsage:
-        """Returns how much a tenant stores, or (None) all tenants together."""
-        listed = [self._alive(name) for name in (list(self._by_tenant) if tenant is None else [tenant])]
-        num_documents = sum(len(documents.numbers) for documents in listed)
-        return StoreUsage(num_documents, sum(documents.num_bytes for documents in listed))
+        """Returns how much a tenant stores, or (None) all tenants together; replaced texts do not count."""
+        self.expire(tenant)
+        sums = select(
+            *(func.coalesce(func.sum(column), 0) for column in (TENANTS.c.num_documents, TENANTS.c.num_bytes))
+        )
+        with self._database.read() as connection:
+            row = connection.execute(sums if tenant is None else sums.where(TENANTS.c.tenant == tenant)).one()
+        return StoreUsage(int(row[0]), int(row[1]))
 
-    def owner(self, tenant: str, chunk_name: str) -> StoredDocument | None:
-        """Returns the document whose current text has this label, if there is one."""
-        label, document_id = label_in(chunk_name)
-        document = self._documents(tenant).get(document_id) if document_id else None
-        return document if document is not None and document.content.label == label else None
+    def owners(self, tenant: str, chunk_names: Iterable[str]) -> dict[str, StoredDocument]:
+        """Returns the documents that have a readable text with these labels, by name of the chunk, without texts."""
+        labels = {name: label_in(name) for name in chunk_names}
+        found = dict[str, StoredDocument]()
+        with self._database.read() as connection:
+            documents = self._by_id(connection, tenant, [name for _, name in labels.values() if name], has_text=False)
+            for chunk_name, (label, document_id) in labels.items():
+                if (document := documents.get(document_id)) is None:
+                    continue
+                values = {"tenant": tenant, "id": document_id, "now": self._clock()}
+                if document.content.label == label or any(
+                    self._label(document_id, row.number) == label for row in connection.execute(EARLIER_TEXTS, values)
+                ):
+                    found[chunk_name] = document
+        return found
 
     def take_superseded(self) -> list[SupersededText]:
-        """Returns texts that were replaced, deleted or expired since the last call."""
+        """Returns texts that are no longer current since the last call; `owners` says which can still be read."""
         with self._lock:
             superseded, now = list(self._superseded), self._clock()
             self._superseded.clear()
@@ -272,109 +426,185 @@ class DocumentStore:
                 self._in_grace_period.popleft()
             return [text for _, text in self._in_grace_period]
 
-    def check_invariants(self) -> None:
-        """Checks the documents of every tenant (for tests)."""
-        for tenant in self._by_tenant:
-            documents = self._alive(tenant)
-            documents.check_invariants()
-            assert len(documents.numbers) <= self.limits.max_documents and documents.num_bytes <= self.limits.max_bytes
-
-    def _documents(self, tenant: str) -> DocumentBackend:
+    def save(self) -> None:
+        """Writes hits that are not yet in the database, and its clock."""
         with self._lock:
-            if tenant not in self._by_tenant:
-                self._by_tenant[tenant] = self._open_backend(tenant)
-            return self._by_tenant[tenant]
+            hits, self._hits = self._hits, {}
+            self._hits_written_at = time.monotonic()
+        by_tenant = dict[str, list[tuple[str, _Hits]]]()
+        for (tenant, document_id), counted in hits.items():
+            by_tenant.setdefault(tenant, []).append((document_id, counted))
+        for tenant, counts in by_tenant.items():
+            with self._database.write(tenant) as connection:
+                for document_id, counted in counts:
+                    values = {"hits": DOCUMENTS.c.hits + counted.number, "last_used_at": counted.last_used_at}
+                    connection.execute(update(DOCUMENTS).where(is_one(DOCUMENTS, tenant, document_id)).values(values))
+        self._database.save_clock()
 
-    def _alive(self, tenant: str) -> MemoryDocuments:
-        """Removes expired documents; returns all others."""
-        with self._documents(tenant).read_lock():
-            documents, expired = self._documents(tenant).alive(self._clock())
-            for document in expired:
-                self._retire(tenant, document)
-            return documents
+    def close(self) -> None:
+        """Writes what is not yet written, and closes the database."""
+        self.save()
+        self._database.close()
 
-    def _find(self, tenant: str, document_id: str) -> StoredDocument | None:
-        documents = self._documents(tenant)
-        document = documents.get(document_id)
-        if document is None or not document.has_expired(self._clock()):
-            return document
-        with documents.write_lock():
-            document = documents.get(document_id)  # another process may have replaced it
-            if document is not None and document.has_expired(self._clock()):
-                self._drop(tenant, document)
-                return None
-            return document
+    def check_invariants(self) -> None:
+        """Checks sums and texts of every tenant against each other (for tests)."""
+        with self._database.read() as connection:
+            for counted in connection.execute(select(TENANTS)).all():
+                rows = connection.execute(select(DOCUMENTS).where(DOCUMENTS.c.tenant == counted.tenant)).all()
+                texts = connection.execute(select(TEXTS).where(TEXTS.c.tenant == counted.tenant)).all()
+                assert len(rows) == counted.num_documents <= self.limits.max_documents
+                assert sum(row.num_bytes for row in rows) == counted.num_bytes
+                assert sum(text.num_bytes for text in texts if text.expires_at is not None) == counted.num_earlier_bytes
+                assert counted.num_bytes + counted.num_earlier_bytes <= self.limits.max_bytes
+                current = {(text.id, text.number) for text in texts if text.expires_at is None}
+                assert current == {(row.id, row.text_number) for row in rows}
+                assert {text.id for text in texts} == {row.id for row in rows}
 
-    def _drop(self, tenant: str, document: StoredDocument) -> None:
-        self._documents(tenant).remove(document)
-        self._retire(tenant, document)
-
-    def _retire(self, tenant: str, document: StoredDocument) -> None:
-        if document.content.label:
+    @contextmanager
+    def _changes(self, tenant: str) -> Iterator[tuple[TenantChanges, Connection]]:
+        """A transaction that begins by removing what has expired; texts are superseded once it is on the disk."""
+        with self._database.write(tenant) as connection:
+            changes = TenantChanges(
+                connection,
+                tenant,
+                now=self._clock(),
+                wall=self._wall(),
+                limits=self.limits,
+                version_seconds=self.version_seconds,
+            )
+            yield changes, connection
+            changes.finish()
+        if self._has_labels and changes.retired:
             with self._lock:
-                self._superseded.append(SupersededText(tenant, document.content.label))
+                self._superseded.extend(SupersededText(tenant, label) for label in changes.retired)
 
-    def _put(self, tenant: str, document_id: str, draft: DocumentDraft) -> StoredDocument:
-        documents, listed, now = self._documents(tenant), self._alive(tenant), self._clock()
-        before = documents.get(document_id)
-        priority = before.content.priority if draft.priority is None and before is not None else draft.priority
-        content = StoredText(draft.text, draft.title, document_id, priority)
-        num_bytes = content.count_bytes()
-        self._check_room(listed, content, num_bytes, before)
-        if before is not None and before.content.reads_like(content):
-            same = before.content  # its chunks stay valid
-            content = same if same.priority == priority else replace(same, priority=priority)
-        elif self._has_labels:
-            content = replace(content, label=label_of(document_id, next(self._text_numbers)))
-        was_pinned = before is not None and before.pinned
-        document = StoredDocument(
-            id=document_id,
-            number=before.number if before else documents.next_number(listed, now),
-            version=documents.next_version(document_id),
-            content=content,
-            metadata=dict(draft.metadata),
-            created_at=before.created_at if before else now,
-            updated_at=now,
-            ttl_seconds=draft.ttl_seconds,
-            refresh_ttl_on_hit=draft.refresh_ttl_on_hit,
-            pinned=was_pinned if draft.pinned is None else draft.pinned,
-            ttl_started_at=now,
-            num_characters=len(content.text),
-            num_bytes=num_bytes,
-            hits=before.hits if before else 0,
-            last_used_at=before.last_used_at if before else None,
-        )
-        documents.put(document)
-        if before is not None and before.content.label != content.label:
-            self._retire(tenant, before)
-        return document
+    def _written(
+        self, changes: TenantChanges, connection: Connection, tenant: str, ids: Sequence[str]
+    ) -> dict[str, StoredDocument]:
+        changes.finish()
+        return self._by_id(connection, tenant, ids)
 
-    def _check_room(
-        self, listed: MemoryDocuments, content: StoredText, num_bytes: int, before: StoredDocument | None
-    ) -> None:
-        limits = self.limits
-        if len(content.text) > limits.max_characters:
-            raise DocumentTooLarge(
-                f"the text has {len(content.text)} characters; at most {limits.max_characters} are allowed: split it"
+    def _named(self, connection: Connection, tenant: str, named: Sequence[Named]) -> list[StoredDocument]:
+        """The documents with these ids, in this order."""
+        known, documents = self._by_id(connection, tenant, [name for name, _ in named]), list[StoredDocument]()
+        for document_id, version in named:
+            document = known.get(document_id)
+            if document is None:
+                raise _unknown(document_id)
+            is_current = version is None or version == document.version
+            documents.append(document if is_current else self._earlier(connection, tenant, document, version or 0))
+        return documents
+
+    def _earlier(self, connection: Connection, tenant: str, document: StoredDocument, version: int) -> StoredDocument:
+        """The document as it was in an earlier version, as far as its text goes."""
+        values = {"tenant": tenant, "id": document.id, "version": version}
+        row = connection.execute(TEXT_OF_VERSION, values).one_or_none()
+        is_gone = row is None or (row.expires_at is not None and row.expires_at <= self._clock())
+        if row is None or is_gone or version > document.version:
+            raise UnknownDocument(
+                f"the document {document.id!r:.300} has version {document.version}; version {version} cannot be read. "
+                f"Replaced texts stay {self.version_seconds:.0f} s after their last use; leave version out"
             )
-        if num_bytes > limits.max_bytes:
-            raise DocumentTooLarge(
-                f"title and text have {num_bytes} bytes; a tenant may store {limits.max_bytes} in all: split it"
-            )
-        num_documents = len(listed.numbers)
-        if before is None and num_documents >= limits.max_documents:
-            raise DocumentStoreFull(
-                f"{num_documents} documents are stored, which is the limit; delete some, or let them expire"
-            )
-        total = listed.num_bytes + num_bytes - (before.num_bytes if before else 0)
-        if total > limits.max_bytes:
-            raise DocumentStoreFull(
-                f"{num_bytes} bytes more make {total} bytes of stored text, the limit is {limits.max_bytes}; delete "
-                "some documents, or let them expire"
-            )
+        text = row.text.decode()
+        content = replace(document.content, text=text, title=row.title, label=self._label(document.id, row.number))
+        return replace(document, version=version, content=content, num_characters=len(text), num_bytes=row.num_bytes)
+
+    def _head(self, connection: Connection, tenant: str, document_id: str, match: Match | None = None) -> AnyRow:
+        """The row of a document that is stored and matches, without its text."""
+        values = {"tenant": tenant, "now": self._clock(), "ids": [document_id]}
+        row = connection.execute(HEADS_BY_ID, values).one_or_none()
+        if row is None:
+            raise _unknown(document_id)
+        _check_match(document_id, row.version, match)
+        return row
+
+    def _by_id(
+        self, connection: Connection, tenant: str, ids: Sequence[str], *, has_text: bool = True
+    ) -> dict[str, StoredDocument]:
+        """The documents with these ids, as far as they are stored."""
+        found, names = dict[str, StoredDocument](), list(dict.fromkeys(ids))
+        for start in range(0, len(names), _BATCH):
+            values = {"tenant": tenant, "now": self._clock(), "ids": names[start : start + _BATCH]}
+            for row in connection.execute(WHOLE_BY_ID if has_text else HEADS_BY_ID, values):
+                found[row.id] = self._document(tenant, row)
+        return found
+
+    def _document(self, tenant: str, row: AnyRow) -> StoredDocument:
+        """The document of a row, with hits that are not yet written."""
+        document = document_of(row, content_of(row, has_label=self._has_labels), drift=self._drift())
+        waiting = self._hits.get((tenant, row.id))
+        if waiting is None:
+            return document
+        return replace(document, hits=document.hits + waiting.number, last_used_at=waiting.last_used_at)
+
+    def _label(self, document_id: str, text_number: int) -> str:
+        return label_of(document_id, text_number) if self._has_labels else ""
+
+    def _drift(self) -> float:
+        """Seconds by which the system's clock has jumped ahead of the clock of `expires_at`."""
+        drift = self._wall() - self._clock()
+        return drift if abs(drift) > HITS_SECONDS else 0.0
+
+    def _hit(self, tenant: str, documents: Iterable[StoredDocument]) -> None:
+        """Counts a hit of documents, and restarts their TTL if they were created so."""
+        now, restarted = self._wall(), list[StoredDocument]()
+        with self._lock:
+            for document in documents:
+                counted = self._hits.setdefault((tenant, document.id), _Hits(0, now))
+                counted.number, counted.last_used_at = counted.number + 1, now
+                if document.refresh_ttl_on_hit and document.expires_at is not None:
+                    restarted.append(document)
+            is_due = time.monotonic() - self._hits_written_at >= HITS_SECONDS
+        if restarted:
+            with self._database.write(tenant) as connection:
+                for document in restarted:
+                    which = is_one(DOCUMENTS, tenant, document.id)
+                    expires_at = self._clock() + (document.ttl_seconds or 0)
+                    connection.execute(update(DOCUMENTS).where(which).values(expires_at=expires_at))
+        if is_due:
+            self.save()
+
+    def _places(self, connection: Connection, tenant: str, text: str) -> list[tuple[int, int, str]]:
+        """Where texts of a tenant are in a text, with all changes that any process has made: (start, end, id)."""
+        with self._search_lock:
+            counted = connection.execute(select(TENANTS).where(TENANTS.c.tenant == tenant)).one_or_none()
+            if counted is None:
+                return []
+            searched = self._searched.get(tenant)
+            if searched is None or searched.change < counted.forgotten_change:
+                searched = self._searched[tenant] = _SearchedTexts(TextIndex(), 0)
+            if searched.change < counted.last_change:
+                values = {"tenant": tenant, "now": self._clock(), "change": searched.change}
+                for name in connection.execute(DELETED_SINCE, values).scalars():
+                    searched.index.remove(name)
+                for row in connection.execute(WHOLE_CHANGED, values):
+                    searched.index.add(row.id, row.text.decode())
+                searched.change = counted.last_change
+            return searched.index.find(text)
 
 
-def _check_match(document_id: str, document: StoredDocument | None, match: Match | None) -> None:
-    if match is not None and not match.fits(document):
-        stored = "is not stored" if document is None else f"has version {document.version}"
+def _place(connection: Connection, tenant: str, after: str) -> int:
+    """The number in the order of creation that an `after` names."""
+    digits = after[1:]
+    if after.startswith("~") and digits.isascii() and digits.isdigit() and len(digits) <= 18:
+        return int(digits)
+    for table in (DOCUMENTS, DELETED):
+        number = connection.execute(select(table.c.number).where(is_one(table, tenant, after))).scalar_one_or_none()
+        if number is not None:
+            return int(number)
+    raise UnknownDocument(
+        f"after={after!r:.80} is no document of this list; use the last_id or next_after of the reply before, or "
+        "start again without it"
+    )
+
+
+def _unknown(document_id: str) -> UnknownDocument:
+    return UnknownDocument(
+        f"there is no document {document_id!r:.300}; it may be deleted or have expired: store it again"
+    )
+
+
+def _check_match(document_id: str, version: int | None, match: Match | None) -> None:
+    if match is not None and not match.fits(version):
+        stored = "is not stored" if version is None else f"has version {version}"
         raise DocumentChanged(f"the document {document_id!r} {stored}, which If-Match does not name; read it again")

@@ -1,4 +1,4 @@
-"""Stored documents: one text with its metadata."""
+"""Stored documents: one text with its metadata, and how many there may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.document import MAX_DOCUMENT_CHARACTERS
 from kvmosaic.prompt.separator import check_unicode
 
 MAX_TTL_SECONDS = 31_536_000
@@ -79,15 +80,15 @@ class DocumentDraft:
             check_unicode(key + value, InvalidDocument)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """One document of one tenant."""
+    """One document of one tenant, as it was when it was read."""
 
     id: str
     number: int
     """Number in the tenant's order of creation; a replacement keeps it."""
     version: int
-    """Number of texts stored under this id so far, from 1."""
+    """Number of times that something was stored under this id so far, from 1."""
     content: StoredText
     metadata: Mapping[str, str]
     created_at: float
@@ -96,7 +97,8 @@ class StoredDocument:
     ttl_seconds: int | None
     refresh_ttl_on_hit: bool
     pinned: bool
-    ttl_started_at: float
+    expires_at: float | None
+    """None: never, or not while it is pinned."""
     num_characters: int
     """Characters of the text."""
     num_bytes: int
@@ -104,25 +106,6 @@ class StoredDocument:
     hits: int = 0
     """Number of requests that read it."""
     last_used_at: float | None = None
-
-    @property
-    def expires_at(self) -> float | None:
-        """Expiry time; None: never, or not while it is pinned."""
-        if self.ttl_seconds is None or self.pinned:
-            return None
-        return self.ttl_started_at + self.ttl_seconds
-
-    def has_expired(self, now: float) -> bool:
-        """Whether it has expired."""
-        expires_at = self.expires_at
-        return expires_at is not None and expires_at <= now
-
-    def hit(self, now: float) -> None:
-        """Counts a hit; restarts the TTL if it was created so."""
-        self.hits += 1
-        self.last_used_at = now
-        if self.refresh_ttl_on_hit:
-            self.ttl_started_at = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +125,33 @@ class Match:
         inner = (tag[1:-1] for tag in tags if len(tag) >= 3 and tag[0] == tag[-1] == '"')
         return cls(frozenset(int(tag) for tag in inner if tag.isascii() and tag.isdigit() and len(tag) <= 18))
 
-    def fits(self, document: StoredDocument | None) -> bool:
-        """Whether the stored version matches."""
-        return document is not None and (self.is_any or document.version in self.versions)
+    def fits(self, version: int | None) -> bool:
+        """Whether the stored version matches; None: nothing is stored."""
+        return version is not None and (self.is_any or version in self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Limits on what one tenant may store."""
+
+    max_documents: int = 10_000
+    max_bytes: int = 2**28
+    """Maximum bytes of all titles and texts in UTF-8."""
+    max_characters: int = MAX_DOCUMENT_CHARACTERS
+    """Maximum characters of one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Amount stored, of one tenant or of all."""
+
+    num_documents: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SupersededText:
+    """A text that was replaced, or that no new request can read: then its chunks may be dropped."""
+
+    tenant: str
+    label: str

@@ -41,6 +41,7 @@ def launch(settings: ServerSettings) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     _allow_connections()
     settings.access_keys()  # reports a bad keys file before anything is loaded
+    _check_documents(settings)
     tiers = open_places(settings)
     with Watchdog(settings.drain_seconds + CLOSING_SECONDS + GRACE_SECONDS) as watchdog:
         try:
@@ -52,6 +53,13 @@ def launch(settings: ServerSettings) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _check_documents(settings: ServerSettings) -> None:
+    """Opens the stored documents once, before anything is loaded."""
+    from kvmosaic.documents import DocumentStore
+
+    DocumentStore(settings.document_place()).close()
 
 
 def _allow_connections() -> None:

@@ -64,6 +64,7 @@ class Services:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.threads.shutdown()
+        await asyncio.to_thread(self.documents.close)
 
 
 def build_services(
@@ -101,9 +102,11 @@ def build_services(
         max_queue_per_tenant=settings.max_queue_per_tenant,
     )
     documents = DocumentStore(
+        settings.document_place(),
         default_ttl_seconds=settings.document_ttl,
+        version_seconds=settings.document_version_seconds,
         limits=StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes),
-        clock=clock or lifetime_clock(),
+        clock=clock,
     )
     threads = RequestThreads(admission, tenants, settings.request_cpu_seconds)
     records, now = RequestLog(), clock or time.time
@@ -125,19 +128,3 @@ def _open_tracing(settings: ServerSettings, llm: LLM, exporter: SpanExporter | N
 
     clock = llm.engine.clock
     return Tracing(settings.otlp_traces_endpoint, settings.model_names[0], clock, exporter=exporter)
-
-
-def lifetime_clock() -> Callable[[], float]:
-    """Returns a clock for TTLs of documents: it starts at the system's time, and then counts monotonically.
-
-    Setting the system clock forward does not expire documents. Time that a laptop sleeps counts where the system can
-    tell (Linux).
-    """
-    begin = time.time() - _counted_seconds()
-    return lambda: begin + _counted_seconds()
-
-
-def _counted_seconds() -> float:
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()

@@ -106,8 +106,33 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
 
+    documents_dir: str | None = _setting(
+        None,
+        "Documents",
+        "Folder of stored documents, which several servers of one machine may share; none: in memory only. Default: "
+        "kvmosaic/documents in the user's data folder.",
+        max_length=MAX_URL_CHARACTERS,
+    )
+    documents_url: SecretStr | None = Field(
+        None,
+        description="PostgreSQL database of stored documents, for servers of several machines: "
+        "postgresql://USER:PASSWORD@HOST/NAME.",
+        json_schema_extra={"panel": "Documents", VARIABLE_ONLY: True},
+        max_length=MAX_URL_CHARACTERS,
+    )
     document_ttl: float | None = _setting(
-        3_600.0, "Documents", "Lifetime (TTL) of a stored document in seconds; 0: unlimited.", ge=0, le=MAX_SECONDS
+        None,
+        "Documents",
+        "Lifetime (TTL) in seconds of documents stored without one. Default: unlimited.",
+        ge=0,
+        le=MAX_SECONDS,
+    )
+    document_version_seconds: float = _setting(
+        3_600.0,
+        "Documents",
+        "Seconds for which a replaced text can still be read by its version, after its last use; 0: none.",
+        ge=0,
+        le=MAX_SECONDS,
     )
     max_documents: int = _setting(10_000, "Documents", "Maximum stored documents of one tenant.", ge=1, le=10**6)
     max_documents_bytes: int = _setting(
@@ -225,6 +250,17 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     def tier_urls(self) -> tuple[str, ...]:
         """URLs of the tiers for offloaded chunks, with passwords."""
         return tuple(url.get_secret_value() for url in self.chunk_tier)
+
+    def document_place(self) -> Path | str | None:
+        """Returns where documents are stored; see `kvmosaic.documents.document_place`.
+
+        Raises:
+            InvalidConfig: a folder and a database are both given.
+        """
+        from kvmosaic.documents import document_place
+
+        url: SecretStr | None = self.documents_url
+        return document_place(self.documents_dir, None if url is None else url.get_secret_value())
 
     def llm_config(self, tiers: Sequence[Tier] | None = None) -> LLMConfig:
         """Returns the settings of the `LLM`; `tiers`: tiers that are already open.

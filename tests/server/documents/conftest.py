@@ -13,7 +13,8 @@ def documents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docum
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     lines = [f"- {{key: {key}, tenant: {tenant}}}" for tenant, key in KEYS.items() if tenant != "small"]
     path.write_text("\n".join([*lines, f"- {{key: {KEYS['small']}, tenant: small, quota: 640KiB}}"]))
-    with DocumentServer(keys_file=path, max_documents=50, max_documents_bytes=100_000) as running:
+    limits = {"max_documents": 50, "max_documents_bytes": 100_000}
+    with DocumentServer(keys_file=path, document_version_seconds=0, **limits) as running:
         yield running
 
 

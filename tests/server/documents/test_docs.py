@@ -40,7 +40,7 @@ def test_page_names_every_route_and_every_verb(server: DocumentServer) -> None:
 
 def test_page_says_the_limits_that_the_server_has() -> None:
     text, settings = (PAGES / "documents.md").read_text(), ServerSettings()
-    assert settings.document_ttl == 3_600 and settings.max_documents == 10_000
+    assert settings.document_ttl is None and settings.max_documents == 10_000
     assert settings.max_documents_bytes == 256 * 2**20
     for flag in ("--document-ttl", "--max-documents", "--max-documents-bytes", "--max-body-bytes", "--long-chunks"):
         assert flag in text and flag[2:].replace("-", "_") in ServerSettings.model_fields

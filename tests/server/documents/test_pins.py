@@ -6,7 +6,7 @@ from server.documents.world import Client, DocumentServer
 
 
 def test_pin_holds_for_chunks_there_and_for_chunks_computed_later(alpha: Client, server: DocumentServer) -> None:
-    alpha.store("x")
+    alpha.store("x", ttl_seconds=60)
     alpha.ask({"id": "x"})
     pinned = alpha.post("/v1/documents/x:pin").json()
     assert pinned["pinned"] and pinned["expires_at"] is None

@@ -46,7 +46,7 @@ def tiered(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text("\n".join(f"- {{key: {key}, tenant: {tenant}}}" for tenant, key in KEYS.items()))
     tier = TroubledTier("disk")
-    with TieredServer(keys_file=path, tiers=[tier], long_chunks=request.param) as running:
+    with TieredServer(keys_file=path, tiers=[tier], long_chunks=request.param, document_version_seconds=0) as running:
         running.tier = tier
         yield running
 

@@ -137,7 +137,7 @@ def test_unknown_id_is_said_before_anything_is_computed(alpha: Client, server: D
 
 
 @pytest.mark.parametrize(
-    "body", [{"unknown": 1}, {"ids": "x"}, {"ids": ["a/b"]}, {"endpoint": "/v1/other"}, {"stream": 1}]
+    "body", [{"unknown": 1}, {"ids": "x"}, {"ids": ["a\nb"]}, {"endpoint": "/v1/other"}, {"stream": 1}]
 )
 def test_body_that_cannot_be_warmed_gives_400(alpha: Client, body: dict[str, Any]) -> None:
     assert alpha.post("/v1/documents:warm", json=body).status_code == 400

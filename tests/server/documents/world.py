@@ -45,7 +45,9 @@ class DocumentServer(RunningServer):
             for document in old.documents(tenant):
                 old.delete(tenant, document.id)
         self.call(sweep, self.services)
-        store = DocumentStore(default_ttl_seconds=old.default_ttl_seconds, limits=old.limits)
+        store = DocumentStore(
+            default_ttl_seconds=old.default_ttl_seconds, version_seconds=old.version_seconds, limits=old.limits
+        )
         self.call(old.__dict__.update, store.__dict__)
 
         def empty(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,11 +65,11 @@ async def pin_cached(services: Services, tenant: str, document: StoredDocument) 
     try:
         found = await services.engine.call(partial(_look, tenant=tenant, labels=[label], keep=document.pinned))
     except QuotaExceeded:
-        document.pinned = False
+        await services.in_thread(tenant, services.documents.set_pinned, tenant, document.id, False)
         raise
+    owners = await _owners(services, tenant, (name for chunk in found[label] for name in chunk.names))
     changes: dict[Key, Change] = {
-        chunk.key: "pin" if document.pinned or _is_pinned(services, tenant, chunk) else "unpin"
-        for chunk in found[label]
+        chunk.key: "pin" if document.pinned or _is_pinned(chunk, owners) else "unpin" for chunk in found[label]
     }
     if changes:
         await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
@@ -111,25 +112,33 @@ async def drop_superseded(services: Services, *, lingering: bool = False) -> Non
 async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:
     names = list(dict.fromkeys(labels))
     found = await services.engine.call(partial(_look, tenant=tenant, labels=names, keep=False))
-    changes: dict[Key, Change] = {}
-    for chunk in (chunk for chunks in found.values() for chunk in chunks):
-        is_shared = any(services.documents.owner(tenant, name) for name in chunk.names)
-        if not is_shared:
-            changes[chunk.key] = "delete"
-        elif chunk.pinned and not _is_pinned(services, tenant, chunk):
-            changes[chunk.key] = "unpin"
     kept = await services.engine.call(partial(_kept, tenant=tenant, labels=names))
+    chunks = [chunk for chunks in found.values() for chunk in chunks]
+    owners = await _owners(
+        services, tenant, (name for used in (*(chunk.names for chunk in chunks), *kept.values()) for name in used)
+    )
+    changes: dict[Key, Change] = {}
+    for chunk in chunks:
+        if owners.keys().isdisjoint(chunk.names):
+            changes[chunk.key] = "delete"
+        elif chunk.pinned and not _is_pinned(chunk, owners):
+            changes[chunk.key] = "unpin"
     for key, others in kept.items():
-        if key not in changes and not any(services.documents.owner(tenant, name) for name in others):
+        if key not in changes and owners.keys().isdisjoint(others):
             changes[key] = "delete"
     if changes:
         await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
 
 
-def _is_pinned(services: Services, tenant: str, chunk: CachedChunk) -> bool:
-    """Whether a pinned document owns a chunk."""
-    owners = (services.documents.owner(tenant, name) for name in chunk.names)
-    return any(owner is not None and owner.pinned for owner in owners)
+async def _owners(services: Services, tenant: str, names: Iterable[str]) -> dict[str, StoredDocument]:
+    """Returns the documents that have a readable text of these names, by name."""
+    return await asyncio.to_thread(services.documents.owners, tenant, set(names))
+
+
+def _is_pinned(chunk: CachedChunk, owners: Mapping[str, StoredDocument]) -> bool:
+    """Whether it is a chunk of the current text of a pinned document."""
+    owned = ((owners[name], label_in(name)[0]) for name in chunk.names if name in owners)
+    return any(document.pinned and document.content.label == label for document, label in owned)
 
 
 def _look(

@@ -19,6 +19,7 @@ from kvmosaic.api.documents import (
     NewDocument,
 )
 from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
+from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
 from kvmosaic.server.json_body import ParsedRoute
@@ -60,7 +61,7 @@ def router(services: Services) -> APIRouter:
     async def create_document(body: NewDocument, response: Response, tenant: Asker) -> DocumentObject:
         """Stores a document. An id that is taken gives 409; PUT replaces."""
         draft = await services.in_thread(tenant.name, body.draft, store)
-        document = store.create(tenant.name, draft, body.id)
+        document = await services.in_thread(tenant.name, store.create, tenant.name, draft, body.id)
         return await _stored(services, tenant, document, response, draft)
 
     @routes.get(ROUTE, response_model_exclude_unset=True)
@@ -69,6 +70,9 @@ def router(services: Services) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_LIST)] = 20,
         after: Annotated[str | None, Query(max_length=MAX_ID_CHARACTERS)] = None,
         order: Literal["asc", "desc"] = "desc",
+        search: Annotated[
+            str, Query(max_length=MAX_SEARCH_CHARACTERS, description="Part of the id or title, in any case.")
+        ] = "",
         include_chunks: Annotated[bool, Query(description="Say where their keys and values are.")] = False,
     ) -> DocumentList:
         """Lists documents in the order of creation, newest first, without their texts.
@@ -76,20 +80,29 @@ def router(services: Services) -> APIRouter:
         `after` is the `next_after` of the reply before (or its `last_id`): whatever is created or deleted meanwhile, no
         other document is left out or listed twice.
         """
-        page = store.page(tenant.name, limit=limit, after=after, order=order)
+        page = await services.in_thread(
+            tenant.name, store.page, tenant.name, limit=limit, after=after, order=order, search=search
+        )
         found = await find_cached(services, tenant.name, page.documents) if include_chunks else {}
         return DocumentList.of(page, [DocumentObject.of(each, **_chunks_of(each, found)) for each in page.documents])
 
-    @routes.get(ROUTE + "/{document_id}", dependencies=NO_VERB, response_model_exclude_unset=True)
-    async def get_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
+    @routes.get(ROUTE + "/{document_id:path}", dependencies=NO_VERB, response_model_exclude_unset=True)
+    async def get_document(
+        document_id: IdInPath,
+        response: Response,
+        tenant: Asker,
+        version: Annotated[
+            int | None, Query(ge=1, le=2**31, description="An earlier version. Default: the current one.")
+        ] = None,
+    ) -> DocumentObject:
         """A document with its text, and where its keys and values are."""
-        document = store.get(tenant.name, document_id)
+        document = await services.in_thread(tenant.name, store.get, tenant.name, document_id, version)
         found = await find_cached(services, tenant.name, [document])
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document, text=document.content.text, chunks=_chunk_objects(found[document_id]))
 
     @routes.put(
-        ROUTE + "/{document_id}",
+        ROUTE + "/{document_id:path}",
         dependencies=NO_VERB,
         response_model_exclude_unset=True,
         responses={201: {"model": DocumentObject, "description": "It is new."}, **CHANGED},
@@ -104,40 +117,44 @@ def router(services: Services) -> APIRouter:
         """
         body.check_id(document_id)
         draft = await services.in_thread(tenant.name, body.draft, store)
-        document, is_new = store.put(tenant.name, document_id, draft, _match(if_match))
+        document, is_new = await services.in_thread(
+            tenant.name, store.put, tenant.name, document_id, draft, _match(if_match)
+        )
         response.status_code = 201 if is_new else 200
         return await _stored(services, tenant, document, response, draft)
 
-    @routes.patch(ROUTE + "/{document_id}", dependencies=NO_VERB, response_model_exclude_unset=True, responses=CHANGED)
+    @routes.patch(
+        ROUTE + "/{document_id:path}", dependencies=NO_VERB, response_model_exclude_unset=True, responses=CHANGED
+    )
     async def change_document(
         document_id: IdInPath, body: DocumentChange, response: Response, tenant: Asker, if_match: IfMatch = None
     ) -> DocumentObject:
         """Changes how much a document should stay in a full cache: its cached chunks now, and later ones."""
         change = partial(store.set_priority, tenant.name, document_id, body.priority, _match(if_match))
-        document = await services.in_thread(tenant.name, change)  # validates the text again, which may be long
+        document = await services.in_thread(tenant.name, change)
         await asyncio.shield(set_cached_priority(services, tenant.name, document))
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document)
 
-    @routes.delete(ROUTE + "/{document_id}", dependencies=NO_VERB, responses=CHANGED)
+    @routes.delete(ROUTE + "/{document_id:path}", dependencies=NO_VERB, responses=CHANGED)
     async def delete_document(document_id: IdInPath, tenant: Asker, if_match: IfMatch = None) -> DeletedDocument:
         """Deletes a document and its chunks; a request that reads it ends on it."""
-        store.delete(tenant.name, document_id, _match(if_match))
+        await services.in_thread(tenant.name, store.delete, tenant.name, document_id, _match(if_match))
         await drop_superseded(services)
         return DeletedDocument(id=document_id, object="document.deleted", deleted=True)
 
-    @routes.post(ROUTE + "/{document_id}:pin", response_model_exclude_unset=True)
+    @routes.post(ROUTE + "/{document_id:path}:pin", response_model_exclude_unset=True)
     async def pin_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
         """Keeps the chunks of a document in the cache, those there and those computed later; it does not expire."""
         return await set_pinned(document_id, response, tenant, True)
 
-    @routes.post(ROUTE + "/{document_id}:unpin", response_model_exclude_unset=True)
+    @routes.post(ROUTE + "/{document_id:path}:unpin", response_model_exclude_unset=True)
     async def unpin_document(document_id: IdInPath, response: Response, tenant: Asker) -> DocumentObject:
         """Lets a document be evicted again; its time to live begins anew."""
         return await set_pinned(document_id, response, tenant, False)
 
     async def set_pinned(document_id: str, response: Response, tenant: Tenant, pinned: bool) -> DocumentObject:
-        document = store.set_pinned(tenant.name, document_id, pinned)
+        document = await services.in_thread(tenant.name, store.set_pinned, tenant.name, document_id, pinned)
         await asyncio.shield(pin_cached(services, tenant.name, document))  # the client may disconnect halfway
         found = await find_cached(services, tenant.name, [document])
         response.headers["ETag"] = _etag(document)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from kvmosaic.documents import DocumentStore
 from kvmosaic.server.documents.cached import drop_superseded
 from kvmosaic.server.services import Services
 
@@ -28,8 +29,13 @@ async def swept(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIter
 
 async def sweep(services: Services) -> None:
     """Deletes expired documents, and drops the chunks of all superseded texts."""
-    services.documents.expire()
+    await asyncio.to_thread(_tidy, services.documents)
     await drop_superseded(services, lingering=True)
+
+
+def _tidy(documents: DocumentStore) -> None:
+    documents.expire()
+    documents.save()
 
 
 async def _sweep_always(services: Services, seconds: float) -> None:

@@ -38,7 +38,7 @@ def router(services: Services) -> APIRouter:
         return await reply(request, tenant, body, documents, body.cache_salt)
 
     @routes.post(
-        ROUTE + "/{document_id}:warm",
+        ROUTE + "/{document_id:path}:warm",
         response_model=WarmSummary,
         response_model_exclude_unset=True,
         responses=responses,
@@ -48,7 +48,7 @@ def router(services: Services) -> APIRouter:
     ) -> WarmSummary | EventStream:
         """Computes one stored document now."""
         check_warmable(services, tenant)
-        services.documents.get(tenant.name, document_id)
+        await services.in_thread(tenant.name, services.documents.get, tenant.name, document_id)
         body = body or WarmOneRequest()
         return await reply(request, tenant, body, (document_id,), body.cache_salt)
 

@@ -88,7 +88,8 @@ async def _end_of(
     document_id = document if isinstance(document, str) else document.id
     try:
         if isinstance(document, str):
-            document = services.documents.get(tenant.name, document).content
+            stored = await services.in_thread(tenant.name, services.documents.get, tenant.name, document)
+            document = stored.content
         prompts = await services.in_thread(tenant.name, _prompts_of, services, document, job, tenant.name)
         ended: list[Request] = []
         async with aclosing(services.engine.warm(prompts, chunk_context=job.chunk_context)) as ends:

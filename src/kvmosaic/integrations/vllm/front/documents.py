@@ -18,7 +18,7 @@ from kvmosaic.api.documents import MAX_LIST, DeletedDocument, DocumentList, Docu
 from kvmosaic.api.errors import ApiError, read_body
 from kvmosaic.api.fields import Name, Reply
 from kvmosaic.api.warming import WarmedDocument, WarmRequest, WarmSummary
-from kvmosaic.documents import DocumentStore, FolderDocuments, Match, MemoryDocuments, StoredDocument, StoreLimits
+from kvmosaic.documents import DocumentStore, Match, StoredDocument, StoreLimits, document_place
 from kvmosaic.errors import InvalidDocument, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
@@ -49,19 +49,18 @@ class _WarmBody(WarmRequest):
     model: Name | None = None
 
 
-def open_documents(settings: FrontSettings, clock: Callable[[], float] = time.time) -> DocumentStore:
-    """Opens the stored documents in the configured folder, or in memory.
+def open_documents(settings: FrontSettings, clock: Callable[[], float] | None = None) -> DocumentStore:
+    """Opens the stored documents, which are those of our own server if the place is the same.
 
     Raises:
-        InvalidConfig: a folder that cannot be written to.
+        InvalidConfig: a place that cannot be used.
     """
-    folder = settings.documents_dir
-    documents = MemoryDocuments(max_remembered=0) if folder is None else FolderDocuments(folder)
     return DocumentStore(
+        document_place(settings.documents_dir, settings.documents_url),
         default_ttl_seconds=settings.document_ttl,
+        version_seconds=settings.document_version_seconds,
         limits=StoreLimits(settings.max_documents, settings.max_documents_bytes),
         clock=clock,
-        open_backend=lambda tenant: documents,
         has_labels=False,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig
@@ -24,13 +23,15 @@ TEXTS: dict[str, Callable[[str], Any]] = {
     "find_documents": str,
     "document_pattern": str,
     "long_chunks": str,
-    "documents_dir": Path,
+    "documents_dir": str,
+    "documents_url": str,
 }
 NUMBERS = {
     "max_body_bytes": (1, 2**30),
     "max_documents": (1, 10**6),
     "max_documents_bytes": (1, 2**40),
     "document_ttl": (0, 31_536_000),
+    "document_version_seconds": (0, 31_536_000),
 }
 """Smallest and largest values."""
 
@@ -41,12 +42,16 @@ class FrontSettings(PromptOptions):
 
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
-    documents_dir: Path | None = None
-    """Folder of stored documents, which several servers may share; None: in memory."""
+    documents_dir: str | None = None
+    """Folder of stored documents, which several servers may share, or `none`; None: in the user's data folder."""
+    documents_url: str | None = field(default=None, repr=False)
+    """PostgreSQL database of stored documents, in place of a folder."""
     max_documents: int = 10_000
     max_documents_bytes: int = 2**28
-    document_ttl: int | None = 3_600
+    document_ttl: int | None = None
     """Default TTL of a stored document, in seconds; None or 0: no expiry."""
+    document_version_seconds: int = 3_600
+    """Seconds for which a replaced text stays readable by its version."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "document_ttl", self.document_ttl or None)

@@ -1,0 +1,358 @@
+"""The database of stored documents: one that other processes use, that survives, and that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, document_place
+from kvmosaic.documents.database import FILE_NAME, SCHEMA_VERSION
+from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig, KVMosaicError, UnknownDocument
+
+TENANT = "default"
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self, now: float = 1_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def text_of(store: DocumentStore, document_id: str, version: int | None = None) -> str:
+    return store.resolve(TENANT, [(document_id, version)])[0].text
+
+
+@pytest.fixture(scope="session")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real PostgreSQL server."""
+    programs = [Path(found)] if (found := shutil.which("initdb")) else []
+    programs += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not programs:
+        pytest.skip("PostgreSQL is not installed")
+    folder = tmp_path_factory.mktemp("postgresql")
+    as_user: dict[str, Any] = {}
+    if os.geteuid() == 0:  # it refuses to run as root
+        as_user = {"user": "postgres", "group": "postgres", "cwd": "/"}
+        for path in (folder, *folder.parents[:3]):
+            path.chmod(0o755)
+        shutil.chown(folder, "postgres", "postgres")
+    data, programs_at = folder / "data", programs[-1].parent
+    subprocess.run(
+        [programs_at / "initdb", "-D", data, "-U", "kvmosaic", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
+        check=True, capture_output=True, **as_user,
+    )  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [programs_at / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-F"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **as_user) as server:
+        try:
+            url = f"postgresql://kvmosaic@127.0.0.1:{port}/postgres"
+            for _ in range(300):
+                try:
+                    DocumentStore(url).close()
+                    break
+                except InvalidConfig:
+                    assert server.poll() is None
+                    time.sleep(0.1)
+            yield url
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """A database that several stores share."""
+    return tmp_path if request.param == "sqlite" else str(request.getfixturevalue("postgresql"))
+
+
+@pytest.fixture
+def tenant(request: pytest.FixtureRequest) -> str:
+    """A tenant for this test alone: the tests share one PostgreSQL server."""
+    return request.node.name
+
+
+def test_everything_of_a_document_survives_a_restart(place: Path | str, tenant: str) -> None:
+    draft = DocumentDraft("The ferry runs at 8.\x00 日本語", "Ferry", {"lang": "en"}, 600, True, None, 0.9)
+    with closing(DocumentStore(place)) as store:
+        store.create(tenant, draft, "docs/a b.md")
+        store.create(tenant, DocumentDraft("pinned", pinned=True), "pin")
+        store.put(tenant, "docs/a b.md", DocumentDraft("It runs at 9.", "Ferry", {"lang": "en"}, 600, True))
+        store.resolve(tenant, [("docs/a b.md", None)])
+        before = store.get(tenant, "docs/a b.md")
+    with closing(DocumentStore(place)) as store:
+        assert store.get(tenant, "docs/a b.md") == before and before.hits == 1 and before.content.priority == 0.9
+        assert before.expires_at is not None and abs(before.expires_at - time.time() - 600) < 30
+        assert store.get(tenant, "docs/a b.md", 1).content.text == draft.text, "an earlier version"
+        assert store.get(tenant, "pin").pinned
+        assert [each.id for each in store.page(tenant).documents] == ["pin", "docs/a b.md"]
+        assert store.usage(tenant).num_documents == 2
+        store.delete(tenant, "pin")
+    with closing(DocumentStore(place)) as store:
+        assert store.create(tenant, DocumentDraft("again"), "pin").version == 2, (
+            "an ETag of the deleted one fits it not"
+        )
+        store.check_invariants()
+
+
+def test_stores_of_one_database_see_each_others_changes_at_once(place: Path | str, tenant: str) -> None:
+    text = "The mayor of Fenbury is Renna Velley, a baker."
+    with closing(DocumentStore(place)) as one, closing(DocumentStore(place)) as other:
+        one.create(tenant, DocumentDraft(text), "x")
+        assert [found[2].id for found in other.search(tenant, f"Read: {text}")] == ["x"]
+        one.put(tenant, "x", DocumentDraft("The mayor of Fenbury is now Otto Velley, a miller."))
+        assert other.search(tenant, f"Read: {text}") == []
+        assert len(other.search(tenant, "Read: The mayor of Fenbury is now Otto Velley, a miller.")) == 1
+        one.delete(tenant, "x")
+        assert other.search(tenant, "Read: The mayor of Fenbury is now Otto Velley, a miller.") == []
+        with pytest.raises(UnknownDocument):
+            other.get(tenant, "x")
+
+
+def test_writers_at_once_lose_no_version(place: Path | str, tenant: str) -> None:
+    stores = [DocumentStore(place) for _ in range(4)]
+
+    def write(store: DocumentStore) -> None:
+        for _ in range(10):
+            store.put(tenant, "x", DocumentDraft("a" * 1_000))
+            store.create(tenant, DocumentDraft("b"))
+
+    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stores[0].get(tenant, "x").version == 40 and stores[0].usage(tenant).num_documents == 41
+    for store in stores:
+        store.check_invariants()
+        store.close()
+
+
+def test_memory_file_and_server_answer_alike(tmp_path: Path, postgresql: str) -> None:
+    numbers = iter(range(10**6))
+
+    class Three(RuleBasedStateMachine):
+        @initialize()
+        def begin(self) -> None:
+            self.clock, number = Clock(), next(numbers)
+            self.tenant = f"alike-{number}"
+            limits = StoreLimits(max_documents=3, max_bytes=40)
+            self.stores = [
+                DocumentStore(place, version_seconds=6, limits=limits, clock=self.clock)
+                for place in (None, tmp_path / str(number), postgresql)
+            ]
+
+        def all(self, call: Callable[[DocumentStore], Any]) -> None:
+            results = []
+            for store in self.stores:
+                try:
+                    results.append(call(store))
+                except KVMosaicError as error:
+                    results.append((type(error), str(error)))
+            assert results[0] == results[1] == results[2]
+
+        @rule(
+            name=st.sampled_from("abcd"),
+            text=st.text("xyz☃", min_size=1, max_size=12),
+            ttl=st.none() | st.integers(1, 9),
+            refresh=st.booleans(),
+            pinned=st.none() | st.booleans(),
+            version=st.none() | st.integers(1, 4),
+        )
+        def put(self, name: str, version: int | None, **fields: Any) -> None:
+            match = None if version is None else Match(frozenset([version]))
+            draft = DocumentDraft(
+                fields["text"], ttl_seconds=fields["ttl"], refresh_ttl_on_hit=fields["refresh"], pinned=fields["pinned"]
+            )
+            self.all(lambda store: store.put(self.tenant, name, draft, match))
+
+        @rule(texts=st.lists(st.tuples(st.sampled_from("abcde"), st.text("xyz☃", min_size=1, max_size=9)), max_size=5))
+        def put_many(self, texts: list[tuple[str, str]]) -> None:
+            drafts = [(name, DocumentDraft(text)) for name, text in texts]
+            self.all(lambda store: [shown(each) for each in store.put_many(self.tenant, drafts)])
+
+        @rule(name=st.sampled_from("abcd"), pinned=st.booleans())
+        def pin(self, name: str, pinned: bool) -> None:
+            self.all(lambda store: store.set_pinned(self.tenant, name, pinned))
+
+        @rule(name=st.sampled_from("abcd"))
+        def delete(self, name: str) -> None:
+            self.all(lambda store: store.delete(self.tenant, name))
+
+        @rule(name=st.sampled_from("abcd"), version=st.none() | st.integers(1, 4))
+        def resolve(self, name: str, version: int | None) -> None:
+            self.all(lambda store: (store.resolve(self.tenant, [(name, version)]), store.get(self.tenant, name)))
+
+        @rule(name=st.sampled_from("abcd"))
+        def list_versions(self, name: str) -> None:
+            self.all(lambda store: store.versions(self.tenant, name))
+
+        @rule(search=st.sampled_from(["", "A", "_"]), order=st.sampled_from(["asc", "desc"]))
+        def look(self, search: str, order: Any) -> None:
+            self.all(lambda store: store.page(self.tenant, limit=2, order=order, search=search))
+            self.all(lambda store: store.usage(self.tenant))
+
+        @rule(seconds=st.integers(1, 5))
+        def wait(self, seconds: int) -> None:
+            self.clock.now += seconds
+
+        @invariant()
+        def is_sound(self) -> None:
+            for store in getattr(self, "stores", ())[:2]:
+                store.check_invariants()
+
+        def teardown(self) -> None:
+            for store in self.stores:
+                store.close()
+
+    run_state_machine_as_test(Three, settings=settings(max_examples=15, stateful_step_count=25, deadline=None))
+
+
+def shown(result: Any) -> Any:
+    return str(result) if isinstance(result, KVMosaicError) else result
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from kvmosaic.documents import DocumentDraft, DocumentStore
+store = DocumentStore(Path(sys.argv[1]))
+number = int(sys.argv[2])
+while True:
+    number += 1
+    store.put("default", f"d{number % 20}", DocumentDraft(f"{number} " * 400, metadata={"number": str(number)}))
+    print(number, flush=True)  # acknowledged
+"""
+
+
+@pytest.mark.parametrize("kills", [int(os.environ.get("KVMOSAIC_KILLS", "12"))])
+def test_killed_while_writing_it_loses_nothing_acknowledged_and_serves_nothing_half(tmp_path: Path, kills: int) -> None:
+    """`KVMOSAIC_KILLS` sets how often a process is killed while it writes, at any moment."""
+    number = 0
+    for round_number in range(kills):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            acknowledged = [int(writer.stdout.readline())]
+            time.sleep(0.001 * (round_number * 7 % 50))
+            writer.kill()
+            acknowledged += [int(line) for line in writer.stdout if line.endswith("\n")]
+        number = acknowledged[-1]
+        with closing(DocumentStore(tmp_path)) as store:
+            store.check_invariants()
+            stored = {}
+            for head in store.documents(TENANT):
+                written = int(head.metadata["number"])
+                assert text_of(store, head.id) == f"{written} ".strip() + f" {written}" * 399
+                stored[head.id] = written
+            assert stored[f"d{number % 20}"] >= number, "an acknowledged text is lost"
+            number = max(stored.values())
+
+
+@pytest.mark.parametrize("jump", [-(10**6), -100.0, 0.0, 10**6], ids=str)
+def test_times_to_live_go_on_where_the_systems_clock_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    with closing(DocumentStore(tmp_path)) as store:
+        store.create(TENANT, DocumentDraft("short", ttl_seconds=1), "short")
+        store.create(TENANT, DocumentDraft("long", ttl_seconds=3_600), "long")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + jump)
+    with closing(DocumentStore(tmp_path)) as store:
+        long = store.get(TENANT, "long")
+        assert long.expires_at is not None and abs(long.expires_at - time.time() - 3_600) < 60
+        while store.usage(TENANT).num_documents == 2:
+            time.sleep(0.05)
+        assert [each.id for each in store.documents(TENANT)] == ["long"]
+
+
+def test_ten_thousand_documents_open_and_are_listed_soon(tmp_path: Path) -> None:
+    with closing(DocumentStore(tmp_path)) as store:
+        for start in range(0, 10_000, 1_000):
+            texts = [(f"d{number}", DocumentDraft(f"{number} " * 300)) for number in range(start, start + 1_000)]
+            assert not any(isinstance(each, KVMosaicError) for each in store.put_many(TENANT, texts))
+    begun = time.process_time()
+    with closing(DocumentStore(tmp_path)) as store:
+        assert store.usage(TENANT).num_documents == 10_000
+        assert time.process_time() - begun < 2
+        after, seconds = None, []
+        for _ in range(20):
+            begun = time.process_time()
+            page = store.page(TENANT, limit=100, after=after)
+            seconds.append(time.process_time() - begun)
+            after = page.next_after
+        assert sorted(seconds)[10] < 0.05
+
+
+def test_a_place_that_cannot_be_used_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidConfig, match=r"cannot be written to .* --documents-dir"):
+        DocumentStore(tmp_path / "file" / "folder")
+    (tmp_path / FILE_NAME).write_text("This is a letter to my aunt, and no database. " * 20)
+    with pytest.raises(InvalidConfig, match="is damaged or no database"):
+        DocumentStore(tmp_path)
+    for url, why in (
+        ("sqlite:///x", "write it as postgresql://"),
+        ("no url", "is no URL"),
+        ("postgresql://u:secret@127.0.0.1:1/x", "cannot be used"),
+    ):
+        with pytest.raises(InvalidConfig, match=why) as found:
+            DocumentStore(url)
+        assert "secret" not in str(found.value)
+    with pytest.raises(InvalidConfig, match="both set"):
+        document_place("folder", "postgresql://x")
+
+
+def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
+    DocumentStore(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
+        file.execute("UPDATE kvmosaic_document_clock SET schema_version = ?", (SCHEMA_VERSION + 1,))
+        file.commit()
+    with pytest.raises(InvalidConfig, match="written by a later version"):
+        DocumentStore(tmp_path)
+
+
+def test_a_locked_database_gives_an_error_and_no_half_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmosaic.documents.database._BUSY_SECONDS", 0.1)
+    with closing(DocumentStore(tmp_path)) as store, closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        store.create(TENANT, DocumentDraft("one"), "x")
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DocumentStoreUnavailable, match="locked"):
+            store.put(TENANT, "x", DocumentDraft("two"))
+        assert text_of(store, "x") == "one"
+        other.rollback()
+        store.put(TENANT, "x", DocumentDraft("two"))
+
+
+def test_without_a_setting_documents_are_in_the_users_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert document_place(None, None) == tmp_path / "kvmosaic" / "documents"
+    assert document_place("none", None) is None
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+    assert document_place(None, None) is None
+    assert "in memory" in caplog.text
