@@ -371,6 +371,7 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
         max_prompt_chunks=12,
         position_strategy="shared",
         repair="none",
+        oversized_prompts="error",
     )
     with LLM(model, chunk_cache_config=config, engine_config=small) as llm:
         llm.generate(TEXT, GREEDY)

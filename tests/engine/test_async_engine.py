@@ -261,7 +261,7 @@ def test_failures_with_successes_between_them_do_not_stop_the_engine():
 
 
 def test_errors_of_the_queue_and_of_the_prompt_reach_their_reader_only():
-    inner = build_engine(llama(), max_running=1, blocks=(1_024, 4))
+    inner = build_engine(llama(), max_running=1, blocks=(1_024, 4), oversized_prompts="error")
     inner.config = replace(inner.config, max_waiting=1)
 
     async def main():

@@ -293,7 +293,7 @@ def test_higher_priority_runs_first():
     ],
 )
 def test_a_request_that_never_fits_fails_alone(blocks, prompt, error):
-    engine = build_engine(llama(), blocks=blocks)
+    engine = build_engine(llama(), blocks=blocks, oversized_prompts="error")
     good = engine.add_request(Prompt.plain([1, 2]), replace(GREEDY, max_tokens=3))
     bad = engine.add_request(prompt, GREEDY)
     run(engine, [])
@@ -458,3 +458,20 @@ def test_an_answer_makes_its_rotation_tables_once(monkeypatch):
     few = len(made)
     answer(engine, ask(0, 1), replace(GREEDY, max_tokens=12))
     assert few and len(made) <= few + 1  # the tables of the question, whose blocks may have been found
+
+
+def test_a_prompt_whose_documents_never_fit_is_computed_as_an_ordinary_one():
+    """The same tokens as the model's own forward of the joined prompt, and the cache as it was before."""
+    engine = build_engine(llama(), blocks=(128, 4))
+    prompt = ask(0, 1, 2)
+    small = engine.add_request(ask(0), replace(GREEDY, max_tokens=3))
+    large = engine.add_request(prompt, replace(GREEDY, max_tokens=6))
+    engine.run([small, large])
+    plain = build_engine(llama())
+    alone = plain.add_request(prompt.joined(), replace(GREEDY, max_tokens=6))
+    plain.run([alone])
+    assert large.answers[0].token_ids == alone.answers[0].token_ids
+    assert "more than the chunk cache may have for them" in large.reuse.composition
+    assert [segment.kind for segment in large.reuse.segments] == ["plain"]
+    assert len(engine.kv_cache.chunks()) == 1, "the other prompt's document stays"
+    engine.check_invariants()

@@ -68,6 +68,27 @@ class CapacityCheck:
             self._check_now(chunks, len(missing), chunk_blocks)
         return BlockDemand(request_blocks, chunk_blocks, len(missing), plan.tenant)
 
+    def fits_surely(self, tenant: str, num_chunks: int, num_blocks: int) -> bool:
+        """Whether so many new chunks could be in the cache together with all pinned ones."""
+        chunks, account = self._chunks, self._chunks.account(tenant)
+        limits = [(account, account.quota_blocks), (chunks.total, chunks.pool.num_blocks)]
+        has_room = all(limit is None or num_blocks + used.num_pinned_blocks <= limit for used, limit in limits)
+        return has_room and num_chunks + chunks.total.num_pinned <= chunks.max_chunks
+
+    def check_chunks(self, plan: Plan, found: Sequence[CacheHit]) -> None:
+        """Checks whether the chunks of a plan could be in the cache together, if nothing else were there.
+
+        Raises:
+            ChunkCacheFull, QuotaExceeded: see `check`.
+        """
+        present = {span.key: here.chunk for span, here in zip(plan.spans, found, strict=True) if here.chunk is not None}
+        missing = {span.key: span for span in plan.spans if span.is_chunk and span.key not in present}
+        if missing:
+            chunk_blocks = sum(self._chunks.pool.blocks_for(span.num_tokens) for span in missing.values())
+            chunks = list(present.values())
+            self._check_quota(self._chunks.account(plan.tenant), chunks, chunk_blocks)
+            self._check_possible(chunks, len(missing), chunk_blocks)
+
     def make(self, need: BlockDemand) -> None:
         """Evicts until a checked demand fits; every cache hit must be acquired by now.
 

@@ -18,9 +18,10 @@ from kvmosaic.cache.prefix_tree import PrefixTree, RootOrigins, TreeLimits, Tree
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.errors import KVMosaicError, OutOfBlocks
+from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import choose
 from kvmosaic.layout import Layout
+from kvmosaic.prompt import SegmentKind
 
 
 class KVCache(TenantChunks):
@@ -130,6 +131,22 @@ class KVCache(TenantChunks):
             return error
         except KVMosaicError:
             return None
+        return None
+
+    def num_too_large(self, layout: Layout, salt: str = "", tenant: str = "") -> int | None:
+        """Blocks of the chunks of a prompt, if they could never be in the cache together; None if they could."""
+        chunks = [span for span in layout.spans if span.segment.kind is SegmentKind.CHUNK]
+        sizes = [self.chunk_pool.blocks_for(span.num_tokens) for span in chunks]
+        if self._capacity.fits_surely(tenant, len(sizes), sum(sizes)):
+            return None
+        plan = self.plan(layout, salt, tenant)
+        found = self._lookup.revalidate(plan)
+        assert found is not None, "the plan is of this moment"
+        try:
+            self._capacity.check_chunks(plan, found)
+        except ChunkCacheFull:
+            different = {span.key: self.chunk_pool.blocks_for(span.num_tokens) for span in plan.spans if span.is_chunk}
+            return sum(different.values())
         return None
 
     def begin_step(self) -> None:

@@ -59,6 +59,11 @@ class ChunkCacheConfig:
     long_chunks: Literal["error", "split"] = _cache(
         "error", help="A document that is too long for one chunk: refuse it, or split it."
     )
+    oversized_prompts: Literal["ordinary", "error"] = _cache(
+        "ordinary",
+        help="A prompt whose documents can never be in the cache together: answer it as an ordinary prompt, in which "
+        "documents see each other, or refuse it.",
+    )
     chunk_separator: str | None = _cache(
         None,
         metavar="TEXT",

@@ -20,7 +20,7 @@ MAX_EARLIER_TEXTS = 16
 
 
 class TenantChanges:
-    """Changes on one connection, on which nobody else writes; `finish` writes the sums and what is still queued.
+    """Changes on the only connection that writes; `finish` writes the sums and what is still queued.
 
     Every change has a number, higher than those before: other processes read what has a higher one than they know.
     """

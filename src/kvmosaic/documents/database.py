@@ -191,7 +191,7 @@ class DocumentDatabase:
 
     @contextmanager
     def write(self, tenant: str | None) -> Iterator[Connection]:
-        """A connection on which nobody else changes documents of this tenant; an error undoes all changes.
+        """The only connection that changes documents of this tenant; an error undoes all changes.
 
         Args:
             tenant: None: nothing of a tenant is changed.

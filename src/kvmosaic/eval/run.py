@@ -209,7 +209,9 @@ class _Run:
 
 
 def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
-    config = ChunkCacheConfig(chunk_cache_size=capacity, chunk_context=way.context, long_chunks="split")
+    config = ChunkCacheConfig(
+        chunk_cache_size=capacity, chunk_context=way.context, long_chunks="split", oversized_prompts="error"
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below
         engine_config = EngineConfig(request_cache_size=capacity)

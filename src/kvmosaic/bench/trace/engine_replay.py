@@ -61,6 +61,7 @@ class EngineReplay:
                 max_chunks=10**6,
                 position_strategy="sequential",
                 repair="none",
+                oversized_prompts="error",
             ),
             engine_config=EngineConfig(request_cache_size=capacity, num_threads=num_threads),
         )
