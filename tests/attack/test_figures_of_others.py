@@ -89,7 +89,7 @@ def test_an_answer_for_lack_of_room_does_not_tell_what_others_hold(server: Runni
         assert reply.status_code == 200, reply.text
         messages.append(reply.json()["kvmosaic"]["composition"])
     assert messages[0] == messages[1]
-    assert "more than the chunk cache may have for them" in messages[0]
+    assert "more than the chunk cache has for them" in messages[0]
 
 
 def test_a_full_queue_does_not_tell_how_many_wait(server: RunningServer) -> None:

@@ -239,8 +239,8 @@ class Engine(InferenceEngine):
         except PromptTooLong:
             return None
         return ordinary, (
-            f"its documents need {num_blocks} blocks of {pool.block_size} tokens, more than the chunk cache may have for"
-            " them; computed as an ordinary prompt, in which documents see each other"
+            f"its documents need {num_blocks} blocks of {pool.block_size} tokens, more than the chunk cache has for "
+            "them; computed as an ordinary prompt, in which documents see each other"
         )
 
     def add_score(
