@@ -36,7 +36,7 @@ TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
 long_chunks chunk_cache_size {LOADING}
 enable_chunk_cache {TIERS} chunk_loading"""
-WARM = f"{TIERS} position_strategy chunk_context preamble profile long_chunks chunk_cache_size {LOADING}"
+WARM = f"{TIERS} position_strategy chunk_context preamble find_documents profile long_chunks chunk_cache_size {LOADING}"
 _WARM_SIZE = Annotated[
     str,
     typer.Option(
