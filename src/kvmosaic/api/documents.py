@@ -107,9 +107,7 @@ PreambleField = Annotated[
 ]
 
 
-FindDocumentsField = (
-    Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None
-)
+FindDocumentsField = Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None
 """Names of `find_documents`, separated by commas or in a list; `read_find_documents` checks them."""
 
 

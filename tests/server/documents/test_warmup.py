@@ -72,7 +72,7 @@ def test_documents_are_warmed_for_requests_that_paste_them(alpha: Client, find: 
     for url in ("/v1/documents/x:warm", "/v1/documents:warm"):
         (done,) = alpha.post(url, json=how).json()["data"]
         assert done["was_cached"] == (url == "/v1/documents:warm")
-    pasted = f"<context>\n<source id=\"1\">{text}</source>\n</context>\nWhen was Fenbury founded?"
+    pasted = f'<context>\n<source id="1">{text}</source>\n</context>\nWhen was Fenbury founded?'
     messages = [{"role": "system", "content": how["system"]}, {"role": "user", "content": pasted}]
     (line,) = alpha.ask(messages=messages, find_documents=find)["kvmosaic"]["documents"]
     assert line["reused_tokens"] == line["tokens"] == done["tokens"]
@@ -85,7 +85,8 @@ def test_documents_are_warmed_for_completions_that_paste_them(alpha: Client) -> 
     how = {"endpoint": "/v1/completions", "system": "Answer.\n<document>", "find_documents": "document-tags"}
     assert alpha.post("/v1/documents:warm", json={**how, "documents": [text]}).json()["num_computed"] == 1
     body = {"prompt": f"Answer.\n<document>{text}</document>\nWhen?", "max_tokens": 1}
-    (line,) = alpha.post("/v1/completions", json={**body, "find_documents": "document-tags"}).json()["kvmosaic"]["documents"]
+    reply = alpha.post("/v1/completions", json={**body, "find_documents": "document-tags"}).json()
+    (line,) = reply["kvmosaic"]["documents"]
     assert line["reused_tokens"] == line["tokens"]
 
 
