@@ -77,7 +77,7 @@ def test_lost_reuse_is_shown_with_its_reason_and_what_to_do(server: RunningServe
     screen.until(lambda: screen.all("#advice-list > li"), "the advice")
     lost, why, way_out = [each.text for each in screen.all("#advice-list > li:first-child > *")]
     assert "tokens computed again in 4 requests" in lost
-    assert "ystem texts share" in why and "et preamble=" in way_out
+    assert "ystem texts share" in why and "→ set preamble=" in way_out
     record = "#records > li:first-child"
     screen.until(lambda: "documents computed: 1 cached after another system text" in screen.text(record), "the reason")
     tip = screen.run("return document.querySelector('#records [data-action=computed]').dataset.tip")
