@@ -82,7 +82,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
         ({"chunk_cache_size": "much"}, "--chunk-cache-size is 'much'; 'much' is not a size; write"),
         ({"chunk_separator": " "}, "--chunk-separator is ' ';"),
         ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together"),
-        ({"served_model_name": [""]}, "--served-model-name is ['']; must be at most 1000 texts of 1 to 1024"),
+        ({"served_model_name": [""]}, "--served-model-name is ['']; it must be at most 1000 texts of 1 to 1024"),
     ],
 )
 def test_message_names_the_flag_the_value_and_the_limit(flags: dict[str, object], said: str) -> None:
@@ -335,5 +335,5 @@ def test_profile_is_that_of_the_model_or_none_or_a_file(text: str, choice: objec
 def test_repair_that_does_not_exist_is_refused_with_what_there_is() -> None:
     with pytest.raises(InvalidConfig, match=r"^--repair is 'most'; choose one of none, first\(k\)"):
         read_settings({"repair": "most"})
-    with pytest.raises(InvalidConfig, match=r"^--profile is ' '; must be auto, none or the path of a file"):
+    with pytest.raises(InvalidConfig, match=r"^--profile is ' '; it must be auto, none or the path of a file"):
         read_settings({"profile": " "})
