@@ -68,6 +68,23 @@ def test_a_changing_system_text_is_told_with_the_setting_that_mends_it() -> None
     assert not any(mended.engine.advisor.lost.values())
 
 
+def test_a_rare_system_text_of_another_kind_does_not_change_the_advice() -> None:
+    system = "Answer the question from the documents. You talk to {}."
+    told = [system.format(name) for name in ("Ada", "Bob", "Cyd", "Dan")]
+    advised = []
+    for others in ([], ["Translate."]):
+        llm = LLM("reader", chunk_cache_config=ChunkCacheConfig(preamble="all"))
+        outputs = [ask(llm, TOWER, said=asked(text)) for text in [*told[:2], *others, *told[2:], system.format("Eve")]]
+        advised.append(outputs[-1].reuse.advice[0].partition("set ")[2])
+    assert advised[0].startswith("preamble=") and advised[1] == advised[0]
+
+
+def test_system_texts_with_nothing_in_common_get_no_preamble() -> None:
+    llm = LLM("reader", chunk_cache_config=ChunkCacheConfig(preamble="all"))
+    outputs = [ask(llm, TOWER, said=asked(f"{name}, you answer.")) for name in ("Ada", "Bob", "Cyd", "Dan", "Eve")]
+    assert "put what changes at their end" in outputs[-1].reuse.advice[0]
+
+
 def test_eviction_is_told() -> None:
     llm = LLM("reader", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"))
     texts = [f"{TOWER} {MILL} Number {word} of the archive is kept in the hall." * 3 for word in "abcdefghijklmnop"]

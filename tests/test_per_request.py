@@ -142,3 +142,12 @@ def test_documents_are_warmed_for_a_preamble(llm: LLM) -> None:
     said = [{"role": "system", "content": "Answer. You talk to Bob."}, ASKED[1]]
     (output,) = llm.chat(said, GREEDY, documents=[text], preamble="before:You talk", salt="warmed")
     assert all(each.reused_tokens for each in output.reuse.segments if each.kind == "chunk")
+
+
+def test_documents_are_warmed_for_prompts_that_paste_them(llm: LLM) -> None:
+    texts = [f"House {number} of Fenbury has {number} doors and no window at all." for number in range(300)]
+    llm.warm(texts, find_documents="patterns", salt="pasted")
+    pasted = "".join(f"<document>{text}</document>\n" for text in texts[-2:]) + "Which house has more doors?"
+    (output,) = llm.chat([{"role": "user", "content": pasted}], GREEDY, find_documents="document-tags", salt="pasted")
+    chunks = [each for each in output.reuse.segments if each.kind == "chunk"]
+    assert len(chunks) == 2 and all(each.reused_tokens == each.num_tokens for each in chunks)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -39,6 +40,9 @@ MIN_FRACTION = 0.05
 MAX_TENANTS = 256
 _MAX_KNOWN = 4_096
 _MAX_NAMED = 64
+_MAX_CHANGES = 32
+_MIN_PREAMBLE_TOKENS = 4
+"""A shorter beginning is hardly more than what the chat template writes before a system text."""
 _MAX_CHARACTERS = 2**16
 """Characters of a text that are looked at."""
 _MIN_UNMARKED_TOKENS = 64
@@ -77,8 +81,8 @@ class _TenantHistory:
         """Tokens, by reason."""
         self.lost_requests: Counter[str] = Counter()
         self.num_system_changes = 0
-        self.common_tokens: int | None = None
-        """Leading tokens that all of its system texts share."""
+        self._shared: deque[int] = deque(maxlen=_MAX_CHANGES)
+        """Leading tokens that system texts share with the ones before them, at the latest changes."""
         self._system: tuple[int, ...] | None = None
         self._named = _Known(_MAX_NAMED)
         self._by_white_space = _Known(_MAX_KNOWN)
@@ -92,9 +96,14 @@ class _TenantHistory:
         tokens = (segment.token_ids or ())[:_MAX_COMPARED] if segment.kind is SegmentKind.SYSTEM else ()
         if self._system is not None and tokens != self._system:
             self.num_system_changes += 1
-            shared = common_length(tokens, self._system)
-            self.common_tokens = shared if self.common_tokens is None else min(shared, self.common_tokens)
+            self._shared.append(common_length(tokens, self._system))
         self._system = tokens
+
+    @property
+    def common_tokens(self) -> int:
+        """Leading tokens that its latest system texts share; a rare one of another kind does not count."""
+        usual = median_low(self._shared or (0,))
+        return min((shared for shared in self._shared if 2 * shared >= usual), default=0)
 
     def miss_of(self, segment: Segment, salt: str) -> tuple[MissReason, str]:
         """Why a document that is not in the cache is missed, and a remark."""
@@ -158,25 +167,27 @@ class _TenantHistory:
 
     def _system_advice(self) -> str:
         fraction = self.num_system_changes / max(self.num_requests - 1, 1)
-        if not self.common_tokens:
+        shared = self.common_tokens
+        if shared < _MIN_PREAMBLE_TOKENS:
             return (
-                f"system texts differ from the first token on, in {fraction:.0%} of requests; put what changes at "
-                "their end, or set chunk_context='none', an approximation"
+                f"system texts differ after {shared} tokens, in {fraction:.0%} of requests, and documents saw what "
+                "differs; put what changes at their end, or set chunk_context='none', an approximation"
             )
         return (
-            f"system texts share {self.common_tokens} tokens and then differ in {fraction:.0%} of requests, and "
-            f"documents saw what differs; set preamble={self.common_tokens}, or mark the stable part with cache_control"
+            f"system texts share {shared} tokens and then differ in {fraction:.0%} of requests, and documents saw what "
+            f"differs; set preamble={shared}, or mark the stable part with cache_control"
         )
 
 
 _ADVICE: Mapping[str, str] = {
-    "evicted": "documents left the cache before they came again; a larger chunk_cache_size, or a tier (chunk_tier)",
+    "evicted": "documents left the cache before they came again; set a larger chunk_cache_size, or a tier (chunk_tier)",
     "white_space": "documents differ from earlier ones in white space only; send the same text each time",
-    "counter": "documents differ from earlier ones in numbers only (an index, a score, a date); move those out of the "
-    "text, into the title's place in the question or the glue around it",
+    "counter": "documents differ from earlier ones in numbers only (an index, a score, a date); leave these numbers "
+    "out of the documents' texts, or write them into the question",
     "order": "documents of a conversation came in another order than in its earlier turns, which saw them at other "
     "positions; send them in the same order, or set position_strategy='shared'",
-    "unmarked": "documents are part of the text of messages; set find_documents='patterns', or send them as documents",
+    "unmarked": "documents are part of the text of messages; set find_documents='patterns', or send them in the field "
+    "documents",
     "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
     "route a conversation to one replica",
 }

@@ -36,7 +36,7 @@ TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
 long_chunks chunk_cache_size {LOADING}
 enable_chunk_cache {TIERS} chunk_loading"""
-WARM = f"{TIERS} position_strategy chunk_context preamble profile long_chunks chunk_cache_size {LOADING}"
+WARM = f"{TIERS} position_strategy chunk_context preamble find_documents profile long_chunks chunk_cache_size {LOADING}"
 _WARM_SIZE = Annotated[
     str,
     typer.Option(
@@ -63,7 +63,7 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
-    help="Answer from documents whose keys and values were computed once.",
+    help="Run, serve and measure models that reuse the KV cache of documents in any order, at any position.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -167,7 +167,7 @@ def demo(
         ),
     ],
 ) -> None:
-    """Answer questions about bundled documents, each time others in another order, and show what the cache did."""
+    """Answer questions about bundled documents in changing orders, and show what was reused."""
     from kvmosaic.console.demo import run_demo
     from kvmosaic.console.folder import bundled_documents
 
@@ -195,7 +195,7 @@ def warm(
     ],
     as_json: AsFields = False,
 ) -> None:
-    """Compute a folder of documents ahead, into tiers. Asked again, it goes on where it was interrupted.
+    """Compute a folder of documents ahead of time into tiers. Run again, it computes only what is missing.
 
     kvmosaic warm reader notes --chunk-tier "disk:/var/cache/kvmosaic?quota=10GiB"
 
@@ -227,7 +227,7 @@ def sleep(
     url: ServerURL = "http://127.0.0.1:8000",
     timeout: Timeout = 600.0,
 ) -> None:
-    """Let a running server give the memory of its caches back, when what runs has ended. Exit code 1 if it was woken.
+    """Free the memory of a running server's caches once its requests have ended. Exit code 1 if it is woken meanwhile.
 
     kvmosaic sleep --level 2
 
@@ -246,7 +246,7 @@ def sleep(
 
 @app.command()
 def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
-    """Let a running server take its memory again and go on with all that waits."""
+    """Wake a sleeping server: it allocates its caches again and runs the waiting requests."""
     from kvmosaic.console import server_call
 
     server_call.wake(url, timeout)
@@ -257,7 +257,7 @@ def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> 
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def serve(context: typer.Context) -> None:
-    """Serve an OpenAI-compatible API, with documents that are computed once."""
+    """Serve an API like that of OpenAI and Anthropic; each document is computed once."""
     from kvmosaic.server import check_installed
 
     check_installed()

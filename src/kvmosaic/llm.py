@@ -421,6 +421,7 @@ class LLM:
         salt: str = "",
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
+        find_documents: str | None = None,
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
         """Computes documents now, so that later prompts find them.
@@ -433,6 +434,8 @@ class LLM:
             salt: tenant salt of these prompts.
             chunk_context: as these prompts will say it.
             preamble: as these prompts will say it.
+            find_documents: as these prompts will say it, if they have the documents in their texts ("patterns"): then
+                the text of a document is computed alone, without title and template. None: they pass `documents`.
             progress: called after every finished document.
 
         Returns:
@@ -444,7 +447,8 @@ class LLM:
         most = self.chunk_cache_config.max_prompt_chunks
         parts = [documents[first : first + most] for first in range(0, max(len(documents), 1), most)]
         read = read_tools(tools, None, True, self.model)
-        options: dict[str, Any] = {"preamble": preamble} | ({} if read is None else {"tools": read.for_template()})
+        how = {"preamble": preamble, "find_documents": find_documents}
+        options: dict[str, Any] = how | ({} if read is None else {"tools": read.for_template()})
         prompts = [self.encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
         return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
 

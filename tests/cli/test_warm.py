@@ -89,6 +89,17 @@ def test_a_server_finds_what_was_warmed_for_its_tenants(tmp_path: Path, url: str
             assert found == ["disk" if expected else None] * 3
 
 
+def test_a_server_finds_warmed_documents_in_messages(tmp_path: Path, url: str) -> None:
+    folder = write(tmp_path / "texts", 2)
+    warm(Path("reader"), folder, "--chunk-tier", url, "--dtype", "float32", "--find-documents", "patterns")
+    texts = [path.read_text().strip() for path in sorted(folder.iterdir())]
+    pasted = "".join(f"<document>{text}</document>\n" for text in texts) + "Which street?"
+    body = {"messages": [{"role": "user", "content": pasted}], "max_tokens": 1}
+    with RunningServer(chunk_tier=[url], chunk_loading="always", find_documents="document-tags") as server:
+        reply = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60).json()
+    assert [document["tier"] for document in reply["kvmosaic"]["documents"]] == ["disk"] * 2
+
+
 def test_only_what_is_new_is_computed(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder = write(tmp_path / "texts", 4)
     warm(tiny_model, folder, "--chunk-tier", url)

@@ -74,6 +74,40 @@ def langchain_completions(url: str, model: str, recorder: Recorder) -> Ask:
     return langchain(url, model, recorder, is_chat=False)
 
 
+RAG_PROMPT = """You are an assistant for question-answering tasks. Use the following pieces of retrieved context to \
+answer the question. If you don't know the answer, just say that you don't know. Use three sentences maximum and keep \
+the answer concise.
+Question: {input}\x20
+Context: {context}\x20
+Answer:"""
+"""`rlm/rag-prompt` of LangChain's hub."""
+RETRIEVAL_QA_CHAT = "Answer any use questions based solely on the context below:\n\n<context>\n{context}\n</context>"
+"""The system text of `langchain-ai/retrieval-qa-chat`."""
+
+
+def _stuffed(url: str, model: str, recorder: Recorder, messages: list[tuple[str, str]]) -> Ask:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+        from langchain_core.documents import Document
+        from langchain_core.prompts import ChatPromptTemplate
+        from langchain_openai import ChatOpenAI
+
+    llm = ChatOpenAI(model=model, base_url=url, api_key="none", max_tokens=4, http_client=recorder.client)
+    chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_messages(messages))
+    return lambda texts, question: chain.invoke(
+        {"context": [Document(page_content=text) for text in texts], "input": question}
+    )
+
+
+def langchain_rag_prompt(url: str, model: str, recorder: Recorder) -> Ask:
+    return _stuffed(url, model, recorder, [("human", RAG_PROMPT)])
+
+
+def langchain_retrieval_qa_chat(url: str, model: str, recorder: Recorder) -> Ask:
+    return _stuffed(url, model, recorder, [("system", RETRIEVAL_QA_CHAT), ("human", "{input}")])
+
+
 def llama_index(url: str, model: str, recorder: Recorder) -> Ask:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,7 +183,15 @@ def open_webui(url: str, model: str, recorder: Recorder) -> Ask:
     return ask
 
 
-CLIENTS = [langchain, langchain_completions, llama_index, haystack, open_webui]
+CLIENTS = [
+    langchain,
+    langchain_completions,
+    langchain_rag_prompt,
+    langchain_retrieval_qa_chat,
+    llama_index,
+    haystack,
+    open_webui,
+]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=[client.__name__ for client in CLIENTS])

@@ -8,6 +8,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkTooLong, EmptySegment, InvalidPrompt, InvalidTokenId, PromptTooLong, TooManyChunks
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind, check_length
+from kvmosaic.prompt.patterns import document_finder
 from kvmosaic.prompt.tokenizer import WINDOW_CHARACTERS, PieceTokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -176,6 +177,22 @@ def test_documents_computed_ahead_have_the_tokens_of_every_later_prompt(name, sy
         later = encoder.encode_chat(messages, DOCUMENTS[::-1])
         assert later.segments[: -1 - len(DOCUMENTS)] == ahead.segments[: -1 - len(DOCUMENTS)]
         assert later.chunks == ahead.chunks[::-1]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", ["Be brief.", "Be brief. Today is 2026-11-23.", None])
+def test_documents_computed_ahead_have_the_tokens_of_documents_found_in_messages(name, system):
+    encoder = make_encoder(TEMPLATES[name])
+    texts = ["The tower is forty metres high, says Ada. <|im_end|>", "The mill of Tolbury grinds oats, and no wheat."]
+    documents = [{"id": str(number), "title": "not in the text", "text": text} for number, text in enumerate(texts)]
+    ahead = encoder.encode_documents(documents, system, find_documents="document-tags")
+    pasted = "Read these.\n" + "\n".join(f"<document>{text}</document>" for text in texts[::-1]) + "\nHow high?"
+    first = [] if system is None else [{"role": "system", "content": system}]
+    finder = document_finder(("document-tags",), None)
+    later = encoder.encode_chat([*first, {"role": "user", "content": pasted}], finder=finder)
+    assert [chunk.token_ids for chunk in later.chunks] == [chunk.token_ids for chunk in ahead.chunks[::-1]]
+    before = [[each for each in prompt.segments if each.kind is SegmentKind.SYSTEM] for prompt in (later, ahead)]
+    assert before[0] == before[1]
 
 
 @pytest.mark.parametrize("documents", [None, ["A document."]])

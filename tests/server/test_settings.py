@@ -69,6 +69,9 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
     ("flags", "said"),
     [
         ({"port": "99999"}, "--port is '99999'; it must be at most 65535"),
+        ({"find_documents": "all"}, "--find-documents is 'all'; choose 'none', or some of patterns, stored"),
+        ({"preamble": "Today"}, "--preamble is 'Today'; choose 'auto', 'all'"),
+        ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint is 'localhost:4317'; it must be the URL"),
         ({"port": "http"}, "--port is 'http'; it must be a whole number"),
         ({"max_num_seqs": "0"}, "--max-num-seqs is '0'; it must be at least 1"),
         ({"chunk_cache_fraction": "1"}, "--chunk-cache-fraction is '1'; it must be below 1"),
@@ -79,7 +82,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
         ({"chunk_cache_size": "much"}, "--chunk-cache-size is 'much'; 'much' is not a size; write"),
         ({"chunk_separator": " "}, "--chunk-separator is ' ';"),
         ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together"),
-        ({"served_model_name": [""]}, "--served-model-name is ['']; must be at most 1000 texts of 1 to 1024"),
+        ({"served_model_name": [""]}, "--served-model-name is ['']; it must be at most 1000 texts of 1 to 1024"),
     ],
 )
 def test_message_names_the_flag_the_value_and_the_limit(flags: dict[str, object], said: str) -> None:
@@ -330,7 +333,7 @@ def test_profile_is_that_of_the_model_or_none_or_a_file(text: str, choice: objec
 
 
 def test_repair_that_does_not_exist_is_refused_with_what_there_is() -> None:
-    with pytest.raises(InvalidConfig, match=r"^--repair is 'most'; repair is 'most'; choose one of none, first\(k\)"):
+    with pytest.raises(InvalidConfig, match=r"^--repair is 'most'; choose one of none, first\(k\)"):
         read_settings({"repair": "most"})
-    with pytest.raises(InvalidConfig, match=r"^--profile is ' '; must be auto, none or the path of a file"):
+    with pytest.raises(InvalidConfig, match=r"^--profile is ' '; it must be auto, none or the path of a file"):
         read_settings({"profile": " "})

@@ -107,6 +107,10 @@ PreambleField = Annotated[
 ]
 
 
+FindDocumentsField = Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None
+"""Names of `find_documents`, separated by commas or in a list; `read_find_documents` checks them."""
+
+
 class DocumentFields(Body):
     """Documents and who may share them."""
 
@@ -124,7 +128,7 @@ class DocumentFields(Body):
     ] = None
     preamble: PreambleField = None
     find_documents: Annotated[
-        Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None,
+        FindDocumentsField,
         Field(
             description="Finds documents in the text of messages, if the request has none of its own: patterns (or "
             "names of patterns), stored, none. Default: the server's setting.",

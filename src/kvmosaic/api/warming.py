@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvmosaic.api.documents import DocumentFields, DocumentId, PreambleField
+from kvmosaic.api.documents import DocumentFields, DocumentId, FindDocumentsField, PreambleField
 from kvmosaic.api.errors import ApiError, ErrorDetail
 from kvmosaic.api.fields import Body, Reply, Text
 from kvmosaic.prompt import Document
@@ -37,6 +37,14 @@ class WarmOptions(Body):
         Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
     ] = None
     preamble: PreambleField = None
+    find_documents: Annotated[
+        FindDocumentsField,
+        Field(
+            description="As the later requests say it, if they have the documents in the text of their messages: then "
+            "the text of a document is computed alone, without title and template. Default: they name or send "
+            "documents."
+        ),
+    ] = None
     stream: Annotated[bool | None, Field(description="Send an event for each document as it ends.")] = False
 
     @property

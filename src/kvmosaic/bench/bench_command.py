@@ -203,7 +203,7 @@ def bench_command(
     output: Output = None,
     as_json: AsReport = False,
 ) -> None:
-    """Measure this engine beside others, on the same prompts, weights and machine, against what the machine allows.
+    """Measure speed and memory, also of vLLM and llama.cpp, with the same prompts and weights.
 
     kvmosaic bench --quick
 

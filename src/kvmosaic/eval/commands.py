@@ -258,7 +258,7 @@ def tune_command(
     resume: Resume = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Find the cheapest way to answer from cached documents that a model loses little with, and write its profile.
+    """Find the cheapest settings within a stated loss of accuracy, and write them to the profile of the model.
 
     kvmosaic tune path/of/model --documents texts --questions questions.txt --max-divergence 0.02 --max-work 0.15
 

@@ -12,7 +12,7 @@ from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
-from kvmosaic.prompt.found_documents import DocumentFinder, Part, said_before, split_at_documents
+from kvmosaic.prompt.found_documents import DocumentFinder, Part, found_parts, said_before, split_at_documents
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
@@ -256,6 +256,7 @@ class PromptEncoder:
         salt: str = "",
         chat: bool | None = None,
         preamble: str | int | None = None,
+        find_documents: str | Sequence[str] | None = None,
         **template_options: Any,
     ) -> Prompt:
         """A prompt with the system and chunk segments of later prompts with these documents, for cache warming.
@@ -269,16 +270,26 @@ class PromptEncoder:
             chat: whether they are conversations (`encode_chat`) or texts (`Prompt.from_text`, `from_documents`); None:
                 conversations if the tokenizer has a chat template.
             preamble: that of the later prompts, if not that of the settings.
+            find_documents: that of the later prompts, if they have the documents in their texts: then a chunk is the
+                document's text alone, without its title and the template's format. None: they pass documents.
             template_options: as for `encode_chat`.
         """
         read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
+        is_found = bool(read_find_documents(find_documents or ()))
         if chat is None:
             chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
         if not chat:
+            read = tuple(replace(each, id=each.name, title=None) for each in read) if is_found else read
             prompt = Prompt.from_documents(read, _PLACEHOLDER_QUESTION, system=system, salt=salt)
-            return self.encode(prompt, preamble=preamble)
+            return (self._splitting() if is_found else self).encode(prompt, preamble=preamble)
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
+        if is_found:
+            conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
+            conversation.check_tools()
+            parts = found_parts(conversation.pieces(), read)
+            rule = self._preamble if preamble is None else preamble_rule(preamble)
+            return self._splitting()._encode_found(conversation, parts, messages, rule, salt)
         return self.encode_chat(messages, read, salt=salt, preamble=preamble, **template_options)
 
     def bare(self, text: str) -> tuple[int, ...]:

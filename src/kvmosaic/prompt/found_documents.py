@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.segment import Segment, SegmentKind
-from kvmosaic.prompt.text_pieces import TextPiece
+from kvmosaic.prompt.text_pieces import TextPiece, foreign
 
 MIN_FOUND_CHARACTERS = 32
 """Minimum length of a found document: a shorter one stays glue, since its tokens would hardly fill a block."""
@@ -128,6 +129,17 @@ def split_at_documents(pieces: Sequence[TextPiece], finder: DocumentFinder, max_
     if any(piece.text for piece in glue):
         return [*parts, Part(tuple(glue))]
     return [*parts[:-2], Part(sum((part.pieces for part in parts[-2:]), ()))]
+
+
+def found_parts(pieces: Sequence[TextPiece], documents: Iterable[Document]) -> list[Part]:
+    """The parts of a rendered prompt as if these documents were found at the beginning of its last message."""
+    last = max(piece.message for piece in pieces if piece.message is not None)
+    place = next(index for index, piece in enumerate(pieces) if piece.message == last)
+    found = [
+        Part((foreign(each.text),), FoundDocument(0, len(each.text), "warmed", each.name, each.priority))
+        for each in documents
+    ]
+    return [Part(tuple(pieces[:place])), *found, Part(tuple(pieces[place:]))]
 
 
 def said_before(conversation: Conversation, head: Sequence[TextPiece]) -> int:

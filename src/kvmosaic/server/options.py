@@ -25,7 +25,7 @@ def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
     """
 
     def serve(**given: Any) -> None:
-        """Serve an OpenAI-compatible API, with documents that are computed once.
+        """Serve an API like that of OpenAI and Anthropic; each document is computed once.
 
         kvmosaic serve reader --port 8000
 

@@ -77,6 +77,9 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
         limit = _LIMITS[error["type"]].format_map(error.get("ctx", {}))
         return f"{source}{shown} it must be {limit}"
     cause = str(error.get("ctx", {}).get("error") or error["msg"])
+    if shown:
+        cause = cause.removeprefix(f"{name} is {error['input']!r:.80}; ")
+        cause = f"it {cause}" if cause.startswith(("must ", "has ")) else cause
     colon = "" if shown or cause.startswith("must ") else ":"
     return f"{source}{shown}{colon} {cause}"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import httpx
 from support.screen import Screen
 from support.server import RunningServer
 
@@ -62,6 +63,25 @@ def test_a_question_without_documents_is_an_ordinary_prompt(server: RunningServe
     screen.open(server.url)
     assert screen.text("#chosen-empty").startswith("No document is chosen")
     assert [name for name, _ in screen.ask("Who is there?")] == ["prompt"]
+
+
+def test_lost_reuse_is_shown_with_its_reason_and_what_to_do(server: RunningServer, screen: Screen) -> None:
+    text = "Fenbury was founded in 1642. It lies on the river Quinan, and has a market on Fridays."
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+        for name in ("Ada", "Bob", "Cecily", "Dora", "Emil"):
+            system = f"You answer the question from the documents. You are talking to {name}."
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": "When was Fenbury founded?"}]
+            body = {"messages": messages, "documents": [{"id": "fenbury", "text": text}], "max_tokens": 1}
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    screen.open(server.url)
+    screen.until(lambda: screen.all("#advice-list > li"), "the advice")
+    lost, why, way_out = [each.text for each in screen.all("#advice-list > li:first-child > *")]
+    assert "tokens computed again in 4 requests" in lost
+    assert "ystem texts share" in why and "→ set preamble=" in way_out
+    record = "#records > li:first-child"
+    screen.until(lambda: "documents computed: 1 cached after another system text" in screen.text(record), "the reason")
+    tip = screen.run("return document.querySelector('#records [data-action=computed]').dataset.tip")
+    assert tip.count("cached after another system text") == 1
 
 
 def test_a_question_under_way_can_be_cancelled(server: RunningServer, screen: Screen) -> None:

@@ -56,6 +56,11 @@ def test_stored_documents_go_by_their_ids() -> None:
     assert record_view(1, record((segment,)))["segments"][0]["name"] == "fenbury"
 
 
+def test_segments_say_why_they_were_missed() -> None:
+    segments = (SegmentReuse("chunk", 4, "computed", miss="evicted"), SegmentReuse("question", 3, "computed"))
+    assert [each["miss"] for each in record_view(1, record(segments))["segments"]] == ["evicted", None]
+
+
 def test_older_records_come_without_segments() -> None:
     view = record_view(5, record((SegmentReuse("chunk", 4, "computed"),)), with_segments=False)
     assert view["segments"] == []

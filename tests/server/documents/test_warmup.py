@@ -64,6 +64,32 @@ def test_documents_are_warmed_for_requests_that_let_them_see_nothing(alpha: Clie
     assert line["action"] == "computed"
 
 
+@pytest.mark.parametrize("find", ["stored", ["patterns"]])
+def test_documents_are_warmed_for_requests_that_paste_them(alpha: Client, find: str | list[str]) -> None:
+    text = "Fenbury was founded in 1642, and it lies on the river Quinan."
+    assert alpha.put("/v1/documents/x", json={"title": "Fenbury", "text": text}).status_code == 201
+    how = {"system": "Answer from the context.", "find_documents": find}
+    for url in ("/v1/documents/x:warm", "/v1/documents:warm"):
+        (done,) = alpha.post(url, json=how).json()["data"]
+        assert done["was_cached"] == (url == "/v1/documents:warm")
+    pasted = f'<context>\n<source id="1">{text}</source>\n</context>\nWhen was Fenbury founded?'
+    messages = [{"role": "system", "content": how["system"]}, {"role": "user", "content": pasted}]
+    (line,) = alpha.ask(messages=messages, find_documents=find)["kvmosaic"]["documents"]
+    assert line["reused_tokens"] == line["tokens"] == done["tokens"]
+    (line,) = alpha.ask({"id": "x"}, messages=messages)["kvmosaic"]["documents"]
+    assert line["action"] == "computed"
+
+
+def test_documents_are_warmed_for_completions_that_paste_them(alpha: Client) -> None:
+    text = "Fenbury was founded in 1642, and it lies on the river Quinan."
+    how = {"endpoint": "/v1/completions", "system": "Answer.\n<document>", "find_documents": "document-tags"}
+    assert alpha.post("/v1/documents:warm", json={**how, "documents": [text]}).json()["num_computed"] == 1
+    body = {"prompt": f"Answer.\n<document>{text}</document>\nWhen?", "max_tokens": 1}
+    reply = alpha.post("/v1/completions", json={**body, "find_documents": "document-tags"}).json()
+    (line,) = reply["kvmosaic"]["documents"]
+    assert line["reused_tokens"] == line["tokens"]
+
+
 def test_warming_counts_no_hit(alpha: Client) -> None:
     alpha.store("x")
     alpha.post("/v1/documents/x:warm")
@@ -137,7 +163,15 @@ def test_unknown_id_is_said_before_anything_is_computed(alpha: Client, server: D
 
 
 @pytest.mark.parametrize(
-    "body", [{"unknown": 1}, {"ids": "x"}, {"ids": ["a\nb"]}, {"endpoint": "/v1/other"}, {"stream": 1}]
+    "body",
+    [
+        {"unknown": 1},
+        {"ids": "x"},
+        {"ids": ["a\nb"]},
+        {"endpoint": "/v1/other"},
+        {"stream": 1},
+        {"find_documents": "x"},
+    ],
 )
 def test_body_that_cannot_be_warmed_gives_400(alpha: Client, body: dict[str, Any]) -> None:
     assert alpha.post("/v1/documents:warm", json=body).status_code == 400

@@ -125,3 +125,9 @@ def test_models_are_listed(http, client, server):
     assert client.models.retrieve(server.model) == model
     reply = http.get("/v1/models/other/one")
     assert reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found"
+
+
+def test_an_image_is_refused_in_words_that_name_it(http):
+    error = refused(http, ROUTE, messages=[IMAGE])
+    assert error["status"] == 400
+    assert "'image_url' is not supported: models here read text only" in error["message"]

@@ -30,8 +30,7 @@ device quantization"""
 cache = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Look into the tiers where documents are kept, check them, clean them, carry them to other machines; "
-    "or see what a running server has in its memory.",
+    help="List, verify, clean and copy the documents stored in tiers; or show the cache of a running server.",
 )
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", help="A bundle.")]
 

@@ -181,7 +181,7 @@ def plan(
     system: System = None,
     as_json: Annotated[bool, device_option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what one prompt takes; or, with --device-memory, what a device holds and what to expect of it.
+    """Show the memory of one prompt; or, with --device-memory, what a device holds, and how fast it will answer.
 
     kvmosaic plan reader --documents notes --question "Where?"
 

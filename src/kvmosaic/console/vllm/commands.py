@@ -16,7 +16,7 @@ from kvmosaic.console.options import ChunkTiers
 vllm = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Documents inside vLLM: its server, with each document computed once.",
+    help="Run the server of vLLM; each document is computed once.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

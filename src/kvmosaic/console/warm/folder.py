@@ -210,7 +210,9 @@ class _Warmer:
             yield batch
 
     def _chunks(self, name: str, text: str, system: str | None) -> list[tuple[Key, Prompt]]:
-        prompt = self._llm.encoder.encode_documents([{"id": name, "text": text}], system)
+        encoder = self._llm.encoder
+        found = encoder.settings.find_documents
+        prompt = encoder.encode_documents([{"id": name, "text": text}], system, find_documents=found)
         prompt = replace(prompt, tenant=self._tenant)
         before = tuple(segment for segment in prompt.segments if str(segment.kind) == "system")
         after = prompt.segments[-1]

@@ -264,4 +264,5 @@ def _segment(segment: SegmentReuse) -> dict[str, Any]:
         "reused_tokens": segment.reused_tokens,
         "milliseconds": round(segment.milliseconds, 3),
         "note": segment.note,
+        "miss": segment.miss,
     }

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Request
 
 from kvmosaic.api.warming import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
 from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
 from kvmosaic.server.errors import request_id_of
@@ -55,7 +56,8 @@ def router(services: Services) -> APIRouter:
     async def reply(
         request: Request, tenant: Tenant, body: WarmOptions, documents: tuple[Document | str, ...], salt: str | None
     ) -> WarmSummary | EventStream:
-        job = WarmJob(documents, body.system, salt or "", body.chat, body.chunk_context, body.preamble)
+        found = read_find_documents(body.find_documents or ())
+        job = WarmJob(documents, body.system, salt or "", body.chat, body.chunk_context, body.preamble, found)
         if body.stream:
             return await open_stream(request, _events(services, tenant, job, request_id_of(request)))
         return await _whole(services, tenant, job, request_id_of(request))

@@ -13,6 +13,7 @@ from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
+from kvmosaic.prompt.patterns import FindDocuments
 from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
@@ -36,6 +37,8 @@ class WarmJob:
     """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
     preamble: str | int | None = None
     """In the same way, their `preamble`."""
+    find_documents: FindDocuments = ()
+    """Their `find_documents`, if they have the documents in their texts."""
 
 
 def check_warmable(services: Services, tenant: Tenant) -> None:
@@ -116,7 +119,14 @@ async def _end_of(
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
     encoder = services.llm.encoder
-    prompt = encoder.encode_documents([document], job.system, salt=job.salt, chat=job.chat, preamble=job.preamble)
+    prompt = encoder.encode_documents(
+        [document],
+        job.system,
+        salt=job.salt,
+        chat=job.chat,
+        preamble=job.preamble,
+        find_documents=job.find_documents,
+    )
     system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
     question = Segment(SegmentKind.QUESTION, (0,))
     return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]

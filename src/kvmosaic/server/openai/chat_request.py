@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.fields import (
@@ -42,10 +42,17 @@ def _shape(content: Any) -> str:
     return "text" if isinstance(content, str) else "parts"
 
 
+def _check_part_type(value: Any) -> Any:
+    if isinstance(value, str) and value not in ("text", "input_text", "output_text"):
+        told = "{value} is not supported: models here read text only; send a part of the type 'text'"
+        raise PydanticCustomError("part_type", told, {"value": f"{value!r:.80}"})
+    return value
+
+
 class TextPart(Body):
     """A part of a message. A mark makes it a segment of its own: see `documents` in the manual."""
 
-    type: Literal["text", "input_text", "output_text"] = "text"
+    type: Annotated[Literal["text", "input_text", "output_text"], BeforeValidator(_check_part_type)] = "text"
     text: Text
     cache_control: Annotated[Mark, Field(examples=[{"type": "ephemeral"}])] = None
     prompt_cache_breakpoint: Annotated[Mark, Field(examples=[{"mode": "explicit"}])] = None

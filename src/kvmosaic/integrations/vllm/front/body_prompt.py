@@ -85,11 +85,11 @@ class Renderer:
         Raises:
             InvalidMessages, InvalidDocument, InvalidPrompt: as for these prompts.
         """
-        system, preamble = options.system, options.preamble
+        how: dict[str, Any] = {"preamble": options.preamble, "find_documents": options.find_documents}
         if options.chat is False:
-            return self.encoder.encode_documents(documents, system, chat=False, preamble=preamble)
+            return self.encoder.encode_documents(documents, options.system, chat=False, **how)
         variables = {**self.model.template_variables, **self.model.rendering()[1]}
-        return self.encoder.encode_documents(documents, system, preamble=preamble, **variables)
+        return self.encoder.encode_documents(documents, options.system, **how, **variables)
 
     def _conversation(self, body: Body, messages: Any, effort: Any) -> Prompt | None:
         fields, documents, finder = self._fields(body)
