@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmosaic.documents.database import NO_FOLDER
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELDS, How
 from kvmosaic.prompt import PromptOptions
@@ -42,8 +43,9 @@ class FrontSettings(PromptOptions):
 
     how: How = field(default_factory=How)
     max_body_bytes: int = 2**26
-    documents_dir: str | None = None
-    """Folder of stored documents, which several servers may share, or `none`; None: in the user's data folder."""
+    documents_dir: str | None = NO_FOLDER
+    """Folder of stored documents, which several servers may share; `none`: in memory; None: in the user's data folder,
+    which is the default of the environment."""
     documents_url: str | None = field(default=None, repr=False)
     """PostgreSQL database of stored documents, in place of a folder."""
     max_documents: int = 10_000
@@ -69,7 +71,10 @@ class FrontSettings(PromptOptions):
             InvalidConfig, InvalidPreamble: a variable with an invalid value; the message names it.
         """
         said = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if value}
-        given: dict[str, Any] = {"how": How().updated({name: said[name] for name in FIELDS if name in said})}
+        given: dict[str, Any] = {
+            "documents_dir": None,
+            "how": How().updated({name: said[name] for name in FIELDS if name in said}),
+        }
         given |= {name: read(said[name]) for name, read in TEXTS.items() if name in said}
         given |= {name: _number(name, said[name], *bounds) for name, bounds in NUMBERS.items() if name in said}
         return cls(**given)
