@@ -1,4 +1,4 @@
-"""`kvmosaic plan --device-memory`: the plan of a device, beside the plan of a prompt."""
+"""`kvmosaic plan` of this machine and of another device, beside the plan of a prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvmosaic.assembly import bundled_reader
+from kvmosaic.capacity.machine import memory_here
 from kvmosaic.cli import app
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
+from kvmosaic.model.load import load_model
 
 ASKED = ("--device-memory", "2GiB", "--documents", "1000", "--tokens-per-document", "100")
 
@@ -109,30 +112,31 @@ def test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load() -> No
     assert types == ["bfloat16", "bfloat16" if cpu_has_bfloat16() else "float32"]
 
 
+@pytest.mark.parametrize("asked", [(), ("--documents", "50"), ("--tokens-per-document", "1000")], ids=str)
+def test_without_a_prompt_and_another_device_this_machine_is_planned_as_it_would_serve(asked: tuple[str, ...]) -> None:
+    found = planned("reader", *asked)
+    assert found["model"]["dtype"] == ("bfloat16" if cpu_has_bfloat16() else "float32")
+    assert "of what was measured" in found["speed"]["source"]
+    assert found["memory"]["device_bytes"] == memory_here()
+    model = load_model(bundled_reader(), dtype="auto")
+    assert found["model"]["kv_bytes_per_token"] == model.bytes_per_token()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (
-            ("--tokens-per-document", "10"),
-            "--tokens-per-document belongs to the plan of a device, which needs --device-m",
-        ),
-        (
             (*ASKED, "-q", "Why?"),
-            "--question belongs to the plan of a prompt, and --device-memory asks for the plan of a",
+            "--question belongs to the plan of a prompt, and --device-memory to the plan of a device",
         ),
         ((*ASKED, "--chunk-cache-size", "1GiB"), "--chunk-cache-size belongs to the plan of a prompt"),
         (("reader", "a ## b ## c", *ASKED), "PROMPT belongs to the plan of a prompt"),
         (("reader", "--model", "llama", *ASKED), "the model is given twice"),
         (
-            ("--device-memory", "1GiB", "--tokens-per-document", "10"),
-            "--documents is missing; the plan of a device needs",
-        ),
-        (
             ("--device-memory", "1GiB", "--documents", "notes"),
             "--documents is 'notes'; the plan of a device needs a whole",
         ),
-        (("--device-memory", "1GiB", "--documents", "10"), "--tokens-per-document is missing"),
-        (("reader", "--documents", "500", "-q", "Why?"), "there is no folder of that name; for the plan of a device"),
+        (("reader", "--documents", "500", "-q", "Why?"), "there is no folder of that name; for the plan of this mach"),
         ((*ASKED, "--device-memory", "lots"), "'lots' is not a size"),
         ((*ASKED, "--device-memory", "1MiB"), "does not fit into"),
         ((*ASKED, "--zipf", "9"), "zipf must be a number between 0 and 4"),

@@ -16,6 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.capacity.tier_plan import TierSpeed
 from kvmosaic.errors import TierUnavailable
+from kvmosaic.memory.storage import device_memory_bytes
 from kvmosaic.model.transformers_loading import dtype_on
 from kvmosaic.tiers import Deadline, DiskTier, Tier, open_tier, parse_tier_url
 from kvmosaic.tiers.url import TierSpec
@@ -45,6 +46,11 @@ def measure_speed(dtype: str, *, tries: int = _TRIES) -> Speed:
 def dtype_here(stored: str) -> str:
     """Returns the dtype that `load_model` chooses on this machine for a checkpoint in `stored`."""
     return str(dtype_on(_device(), getattr(torch, stored))).removeprefix("torch.")
+
+
+def memory_here() -> int:
+    """Bytes of memory of this machine's device, as the engine counts it."""
+    return device_memory_bytes(_device())
 
 
 def _device() -> torch.device:

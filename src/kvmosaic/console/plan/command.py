@@ -1,4 +1,4 @@
-"""Command `kvmosaic plan`: the memory of one prompt, or, with `--device-memory`, the capacity of a device."""
+"""Command `kvmosaic plan`: the memory of one prompt, or the capacity of this machine or of another device."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from kvmosaic.console.plan.device import CapacityRequest
 
 
-PANEL = "The plan of a device (with --device-memory)"
+PANEL = "The plan of a device"
 Codec = Literal["none", "fp8", "int8", "int4"]
+_USUAL_DOCUMENTS = 1_000
+"""Documents of a plan that names no number."""
 device_option = partial(typer.Option, rich_help_panel=PANEL)
 
 
@@ -31,7 +33,9 @@ class DeviceOptions:
 
     device_memory: Annotated[
         str | None,
-        device_option(metavar="SIZE", help="Plan a device with so much memory, such as 80GiB."),
+        device_option(
+            metavar="SIZE", help="Plan another device with so much memory, such as 80GiB. Default: this one."
+        ),
     ] = None
     config: Annotated[
         str | None,
@@ -41,7 +45,7 @@ class DeviceOptions:
             help="The same as MODEL; a config.json or a family of transformers, such as llama, will do.",
         ),
     ] = None
-    tokens_per_document: Annotated[int | None, device_option(metavar="NUMBER", help="Tokens of each document.")] = None
+    tokens_per_document: Annotated[int, device_option(metavar="NUMBER", help="Tokens of each document.")] = 1_000
     concurrency: Annotated[int, device_option(metavar="NUMBER", help="Prompts that run at once.")] = 1
     documents_per_prompt: Annotated[int, device_option(metavar="NUMBER", help="Documents of a prompt.")] = 5
     system_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of the system text.")] = 256
@@ -104,7 +108,7 @@ class DeviceOptions:
         per_prompt = self.documents_per_prompt
         return Demand(
             documents,
-            whole_number("--tokens-per-document", self.tokens_per_document),
+            self.tokens_per_document,
             self.concurrency,
             min(per_prompt, documents) if is_capped else per_prompt,
             self.system_tokens,
@@ -125,7 +129,7 @@ class DeviceOptions:
             self.config or model,
             dtype,
             self.quantization,
-            self.device_memory or "",
+            self.device_memory,
             demand,
             self.block_size,
             self.headroom,
@@ -137,12 +141,10 @@ class DeviceOptions:
         )
 
 
-def whole_number(flag: str, given: str | int | None) -> int:
-    """Returns a number of documents or tokens that a plan of a device requires."""
-    text = "" if given is None else str(given).replace(",", "").replace("_", "")
+def _number_of_documents(given: str | None) -> int:
+    text = str(_USUAL_DOCUMENTS) if given is None else given.replace(",", "").replace("_", "")
     if not text.isdecimal() or len(text) > 18:
-        what = "is missing" if given is None else f"is {str(given)[:40]!r}"
-        raise InvalidConfig(f"{flag} {what}; the plan of a device needs a whole number there")
+        raise InvalidConfig(f"--documents is {text[:40]!r}; the plan of a device needs a whole number there")
     return int(text)
 
 
@@ -174,23 +176,26 @@ def plan(
         str | None,
         typer.Option(
             metavar="DIR | NUMBER",
-            help="A folder of .txt and .md files for a prompt; with --device-memory, how many documents there are.",
+            help="A folder of .txt and .md files for a prompt; or, for a device, how many documents there are.",
         ),
     ] = None,
     question: Questions = None,
     system: System = None,
     as_json: Annotated[bool, device_option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the memory of one prompt; or, with --device-memory, what a device holds, and how fast it will answer.
+    """Show the memory of one prompt; or, without a prompt, what a device holds, and how fast it will answer.
 
     kvmosaic plan reader --documents notes --question "Where?"
 
+    kvmosaic plan reader --documents 10000
+
     kvmosaic plan llama --device-memory 80GiB --documents 10000 --tokens-per-document 1000 --concurrency 32
 
-    The first composes a prompt without answering it. The second reads a configuration, and no weights: how many
-    documents stay in memory, how often one is found, the time to the first token, and what each tier is worth.
+    The first composes a prompt without answering it. The others read a configuration, and no weights: how many
+    documents stay in memory, how often one is found, the time to the first token, and what each tier is worth. The
+    second is about this machine, whose speed is measured; --device-memory is about another one.
     """
-    if not _is_of_device(context, device.device_memory):
+    if not _is_of_device(context, documents):
         opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
 
         from kvmosaic.console.plan.prompt import show_plans
@@ -199,24 +204,20 @@ def plan(
         return
     from kvmosaic.console.plan.device import show_capacity
 
-    number = whole_number("--documents", documents)
+    number = _number_of_documents(documents)
     demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
     show_capacity(device.request(opening.model, opening.values["dtype"], demand), as_json=as_json, plot=device.plot)
 
 
-def _is_of_device(context: typer.Context, device_memory: str | None) -> bool:
+def _is_of_device(context: typer.Context, documents: str | None) -> bool:
     """Whether a device is to be planned; refuses contradictory options."""
-    of_device = _given(context, _OF_DEVICE)
-    if not of_device:
+    of_device, of_prompt = _given(context, _OF_DEVICE), _given(context, _OF_PROMPT)
+    has_folder = documents is not None and not documents.replace(",", "").replace("_", "").isdecimal()
+    if not of_device and (of_prompt or has_folder):
         return False
-    if device_memory is None:
+    if of_prompt:
         raise InvalidConfig(
-            f"{of_device[0]} belongs to the plan of a device, which needs --device-memory SIZE; for the plan of a "
-            "prompt leave it out"
-        )
-    if of_prompt := _given(context, _OF_PROMPT):
-        raise InvalidConfig(
-            f"{of_prompt[0]} belongs to the plan of a prompt, and --device-memory asks for the plan of a device; leave "
+            f"{of_prompt[0]} belongs to the plan of a prompt, and {of_device[0]} to the plan of a device; leave "
             "out one of the two"
         )
     if _given(context, ("config",)) and _given(context, ("model",)):
@@ -235,7 +236,7 @@ def _folder(documents: str | None) -> Path | None:
     """Returns the document folder of a prompt."""
     if documents is not None and documents.isdecimal() and not Path(documents).exists():
         raise InvalidDocument(
-            f"--documents is {documents[:20]}, and there is no folder of that name; for the plan of a device with so "
-            "many documents add --device-memory SIZE"
+            f"--documents is {documents[:20]}, and there is no folder of that name; for the plan of this machine with "
+            "so many documents leave out the question and all else of a prompt"
         )
     return None if documents is None else Path(documents)

@@ -44,6 +44,11 @@ class SpeedAsked:
     bandwidth: str | None = None
     measure: bool = False
 
+    @property
+    def is_given(self) -> bool:
+        """Whether any option says how fast the device is."""
+        return self.measure or self.hardware is not None or self.flops is not None
+
     def __post_init__(self) -> None:
         ways = [self.hardware is not None, self.flops is not None or self.bandwidth is not None, self.measure]
         if sum(ways) > 1:
@@ -122,7 +127,8 @@ class CapacityRequest:
     model: str
     dtype: str
     quantization: str
-    device_memory: str
+    device_memory: str | None
+    """None: this machine, whose speed is measured unless it is given."""
     demand: Demand
     block_size: int
     headroom: str
@@ -143,11 +149,17 @@ class CapacityRequest:
         quiet_libraries()
         tiers, compared = tiers_of(self.chunk_tiers, self.tier_speeds, measure=self.speed.measure)
         model = self._model()
+        memory = self.device_memory
+        if memory is None:
+            from kvmosaic.capacity.machine import memory_here  # imports torch
+
+            memory = str(memory_here())
+        speed = self.speed if self.speed.is_given or self.device_memory is not None else SpeedAsked(measure=True)
         return plan_capacity(
             model,
-            self.device_memory,
+            memory,
             self.demand,
-            self.speed.speed(model),
+            speed.speed(model),
             block_size=self.block_size,
             headroom=self.headroom,
             weights=self.weights,
@@ -157,10 +169,10 @@ class CapacityRequest:
         )
 
     def _model(self) -> ModelFacts:
-        """Returns the model in the requested dtype; "auto" is this machine's choice if this machine is measured."""
+        """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
         quantization: Literal["none", "int8"] = "int8" if self.quantization == "int8" else "none"
         model = read_model(self.model, dtype=self.dtype, quantization=quantization)
-        if self.dtype != "auto" or not self.speed.measure:
+        if self.dtype != "auto" or not (self.speed.measure or self.device_memory is None):
             return model
         from kvmosaic.capacity.machine import dtype_here
 
