@@ -32,11 +32,12 @@ from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack quantization"
+LENGTHS = "long_chunks max_chunk_tokens hash_algorithm lead_in"
 TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
-long_chunks chunk_cache_size {LOADING}
+{LENGTHS} chunk_cache_size {LOADING}
 enable_chunk_cache {TIERS} chunk_loading"""
-WARM = f"{TIERS} position_strategy chunk_context preamble profile long_chunks chunk_cache_size {LOADING}"
+WARM = f"{TIERS} position_strategy chunk_context preamble profile {LENGTHS} chunk_cache_size {LOADING}"
 _WARM_SIZE = Annotated[
     str,
     typer.Option(

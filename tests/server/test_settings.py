@@ -25,6 +25,11 @@ NUMBERS = {
     "max_num_seqs": (1, 65_536),
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 4_096),
+    "max_chunks": (1, 10**8),
+    "max_chunk_tokens": (1, 10**7),
+    "max_prompt_chunks": (1, 10**6),
+    "log_stats_seconds": (0, 86_400),
+    "max_waiting": (1, 10**7),
     "priority_aging_seconds": (0, 1e6),
     "preemption_gap": (0, 200),
     "time_slice_seconds": (0, 1e6),
@@ -179,7 +184,7 @@ def test_every_numeric_setting_is_among_those_with_limits() -> None:
     optional = {
         name for name, field in ServerSettings.model_fields.items() if field.annotation in (int | None, float | None)
     }
-    assert numeric | optional == {*NUMBERS, "chunk_cache_fraction"}
+    assert numeric | optional == {*NUMBERS, "chunk_cache_fraction", "memory_utilization"}
 
 
 def test_settings_become_those_of_the_cache_and_the_engine() -> None:
@@ -191,6 +196,29 @@ def test_settings_become_those_of_the_cache_and_the_engine() -> None:
     assert read_settings({"chunk_separator": ""}).llm_config().chunk_cache.chunk_separator is None
     assert ServerSettings().llm_config().engine.num_threads is None
     assert read_settings({"num_threads": "3"}).llm_config().engine.num_threads == 3
+
+
+def test_every_setting_of_python_arrives_from_flag_variable_and_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = {
+        **{"max_chunks": 7, "max_chunk_tokens": 99, "max_prompt_chunks": 5, "hash_algorithm": "xxh3_128"},
+        **{"verify_tokens": False, "log_stats_seconds": 2.5, "lead_in": "Read this first.", "memory_utilization": 0.5},
+    }
+
+    def arrived() -> list[object]:
+        config = read_settings(given).llm_config()
+        return [getattr(config.chunk_cache, name) for name in wanted] + [config.engine.max_waiting]
+
+    given: dict[str, object] = {**wanted, "max_waiting": 3}
+    assert arrived() == [*wanted.values(), 3]
+    given = file(tmp_path, "".join(f"{name}: {value}\n" for name, value in given.items()))
+    assert arrived() == [*wanted.values(), 3]
+    given = {}
+    for name, value in {**wanted, "max_waiting": 3}.items():
+        monkeypatch.setenv(variable_of(name), str(value))
+    assert arrived() == [*wanted.values(), 3]
+    assert read_settings({"log_stats_seconds": "0"}).llm_config().chunk_cache.log_stats_seconds is None
 
 
 def test_an_empty_separator_switches_one_off_that_was_configured(

@@ -139,6 +139,8 @@ class _Launch:
         size = str(config.chunk_cache_size)
         if config.chunk_cache_fraction is not None:
             size = f"{config.chunk_cache_fraction:.0%} of the device's memory"
+        elif config.memory_utilization is not None:
+            size = f"what weights and requests leave of {config.memory_utilization:.0%} of the device's memory"
         cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:

@@ -108,7 +108,7 @@ class ComposedReport:
             "segments": segments,
             "totals": {
                 "prompt_tokens": self.layout.num_tokens,
-                "cached_tokens": exact,
+                "cached_tokens": reuse.reused_tokens,
                 "composed_tokens": reuse.reused_tokens - exact,
                 "recomputed_tokens": reuse.computed_tokens,
                 "moved_tokens": reuse.moved_tokens,

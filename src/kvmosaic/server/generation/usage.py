@@ -18,10 +18,12 @@ _EXACT = ("system", "plain")
 
 
 class PromptTokensDetails(Reply):
-    """Where the prompt's tokens came from; the three add up to `prompt_tokens`."""
+    """Where the prompt's tokens came from; cached and recomputed ones add up to `prompt_tokens`."""
 
-    cached_tokens: Annotated[int, Field(description="Reused as an exact prefix: the system text, or a plain prompt.")]
-    composed_tokens: Annotated[int, Field(description="Reused in documents, or after them.")]
+    cached_tokens: Annotated[int, Field(description="Read from the cache, in documents as well.")]
+    composed_tokens: Annotated[
+        int, Field(description="Of these, those in documents or after them; the others are an exact prefix.")
+    ]
     recomputed_tokens: Annotated[int, Field(description="Computed for this request.")]
 
 
@@ -121,7 +123,7 @@ class UsageTotals:
         exact = sum(segment.reused_tokens for segment in segments if segment.kind in _EXACT)
         reused = sum(segment.reused_tokens for segment in segments)
         numbers.prompt_tokens_details = PromptTokensDetails(
-            cached_tokens=exact, composed_tokens=reused - exact, recomputed_tokens=num_prompt - reused
+            cached_tokens=reused, composed_tokens=reused - exact, recomputed_tokens=num_prompt - reused
         )
         return numbers
 
