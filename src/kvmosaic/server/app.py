@@ -72,7 +72,7 @@ def build_app(services: Services) -> FastAPI:
                 "X-Request-Id",
                 *ANTHROPIC_HEADERS,
             ],
-            expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id"],
+            expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id", "X-Kvmosaic-Warning"],
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
     app.add_middleware(ResponseHeadersMiddleware)

@@ -92,6 +92,12 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         "Names under which this server may be asked for when it has no keys and listens on loopback, besides localhost "
         "and its address; * is every one.",
     )
+    strict: bool = _setting(
+        False,
+        "Server",
+        "Refuse a request with an unknown field; otherwise the field is ignored, with a warning in the reply, unless "
+        "it looks like a mistyped one that matters.",
+    )
     uvicorn_log_level: LogLevel = _setting(
         "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
     )

@@ -114,6 +114,7 @@ class ComposedReport:
                 "moved_tokens": reuse.moved_tokens,
             },
             "advice": [],
+            "warnings": [],  # vLLM reads the request itself
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }
