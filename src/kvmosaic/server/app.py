@@ -15,6 +15,7 @@ from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.metrics import prometheus
+from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
@@ -33,8 +34,8 @@ ANTHROPIC_HEADERS = ("X-Api-Key", "Anthropic-Version", "Anthropic-Beta", "Anthro
 def build_app(services: Services) -> FastAPI:
     """Builds the app: all routes over one set of services.
 
-    (trace ──▶) response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
-                id, headers                             key, host          body, disconnects
+    (trace ──▶) response headers ──▶ access log ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
+                id, headers                                            key, host          body, disconnects
     """
     settings = services.settings
     app = FastAPI(
@@ -75,6 +76,7 @@ def build_app(services: Services) -> FastAPI:
             expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id", "X-Kvmosaic-Warning"],
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
+    app.add_middleware(AccessLogMiddleware)
     app.add_middleware(ResponseHeadersMiddleware)
     if services.tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=services.tracing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from kvmosaic.tiers import Tier, TierStat
 
 if TYPE_CHECKING:
     from kvmosaic.server.services import Services
+
+logger = logging.getLogger("kvmosaic.server")
 
 SWITCH_SECONDS = 0.0005
 GRACE_SECONDS = 10.0
@@ -73,7 +76,8 @@ class _Launch:
         self._settings = settings
         self._watchdog = watchdog
         self._tiers = tiers
-        self._notices = Console(stderr=True)
+        self._writes_json = settings.log_format == "json"
+        self._notices = Console(stderr=True, quiet=self._writes_json)
         self._startup = StartupMiddleware()
         self._told_to_stop = asyncio.Event()
         self._listener = listener_for(self._startup, settings)
@@ -82,7 +86,7 @@ class _Launch:
         """Runs until shutdown; returns False if a thread is still busy, which would keep the process from exiting."""
         place = listen(self._settings)
         address = address_of(self._settings, place)
-        set_up_logs(self._settings.uvicorn_log_level)
+        set_up_logs(self._settings.uvicorn_log_level, self._settings.log_format)
         self._watchdog.listen(self._stop)
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
@@ -159,6 +163,8 @@ class _Launch:
             self._say(f"warning    everybody on this machine may read {settings.keys_file}; chmod 600 it")
 
     def _say(self, line: str) -> None:
+        if self._writes_json:
+            logger.info(" ".join(line.split()))
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -101,6 +101,9 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     uvicorn_log_level: LogLevel = _setting(
         "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
     )
+    log_format: Literal["text", "json"] = _setting(
+        "text", "Server", "Lines of the log: text, or json: an object per line, also for what is said at startup."
+    )
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, seconds for in-flight requests before they are aborted.", ge=0, le=86_400
     )
