@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
 from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
+from kvmosaic.server.dashboard import api_page
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.generation.prompts import PromptSources
@@ -96,6 +97,7 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
     yield dashboard.router(feed)
+    yield api_page.router()
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
