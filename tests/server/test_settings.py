@@ -253,7 +253,7 @@ def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyP
 def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="'chunk_secret' is no setting of a file; set the variable KVMOSAIC_C"):
         read_settings(file(tmp_path, f"chunk_secret: {SECRET}"))
-    result = CliRunner().invoke(serve_app(lambda settings: None), ["--chunk-secret", SECRET])
+    result = CliRunner().invoke(serve_app(lambda settings, read: None), ["--chunk-secret", SECRET])
     assert result.exit_code == 2 and "No such option" in result.output
     monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", "short")
     with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_CHUNK_SECRET must be a text of 8 to 1024 characters"):
@@ -303,7 +303,7 @@ def test_every_setting_is_an_option_and_is_passed_on() -> None:
     seen: list[ServerSettings] = []
     arguments = ["folder", "--port", "1", "--no-enable-chunk-cache", "--served-model-name", "a,b"]
     arguments += ["--served-model-name", "c", "--chunk-cache-fraction", "0.25"]
-    result = CliRunner().invoke(serve_app(seen.append), arguments)
+    result = CliRunner().invoke(serve_app(lambda settings, read: seen.append(settings)), arguments)
     assert result.exit_code == 0, result.output
     assert (seen[0].model, seen[0].port, seen[0].enable_chunk_cache) == ("folder", 1, False)
     assert seen[0].model_names == ("a,b", "c") and seen[0].chunk_cache_fraction == 0.25

@@ -34,6 +34,15 @@ MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
 
+RELOADABLE: Final = frozenset(
+    {
+        *("api_key", "keys_file", "max_queue", "max_queue_per_tenant", "request_cpu_seconds"),
+        *("document_ttl", "max_documents", "max_documents_bytes"),
+        *("uvicorn_log_level", "log_format"),
+    }
+)
+"""Settings that SIGHUP changes."""
+
 Texts = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
@@ -224,6 +233,16 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         variables = {name: ENV_PREFIX + name.upper() for name, field in fields if is_variable_only(field)}
         content = read_config_file(Path(named), names, variables)
         return init_settings, env_settings, InitSettingsSource(settings_cls, content)
+
+    def reloaded(self, new: ServerSettings) -> tuple[ServerSettings, tuple[str, ...], tuple[str, ...]]:
+        """Returns these settings with new values where they can change while the server runs.
+
+        Also returns the names of settings that have changed, and of settings whose change needs a restart.
+        """
+        names = [name for name in type(self).model_fields if getattr(self, name) != getattr(new, name)]
+        changed = tuple(name for name in names if name in RELOADABLE)
+        settings = self.model_copy(update={name: getattr(new, name) for name in changed})
+        return settings, changed, tuple(name for name in names if name not in RELOADABLE)
 
     @property
     def model_names(self) -> tuple[str, ...]:
