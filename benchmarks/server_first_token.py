@@ -111,8 +111,7 @@ class Bench:
 
 def reused(usage: dict[str, Any]) -> int:
     """Prompt tokens that were not computed."""
-    details = usage["prompt_tokens_details"]
-    return int(details["cached_tokens"] + details["composed_tokens"])
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def measure(bench: Bench, num_tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:

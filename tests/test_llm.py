@@ -34,6 +34,7 @@ from kvmosaic.errors import (
     TooManyChunks,
     UnknownChunk,
 )
+from kvmosaic.memory import device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Segment, SegmentKind
 
@@ -56,10 +57,10 @@ def llm(model):
         yield face
 
 
-def make(model, **options):
+def make(model, *, engine=None, **options):
     fixed = {"position_strategy": "shared", "repair": "none"}
     config = ChunkCacheConfig(**{"chunk_cache_size": "1MiB", "chunk_separator": "##", **fixed, **options})
-    return LLM(model, chunk_cache_config=config, engine_config=SMALL)
+    return LLM(model, chunk_cache_config=config, engine_config=engine or SMALL)
 
 
 def actions(output):
@@ -521,6 +522,19 @@ def test_an_unknown_model_says_what_to_do():
 def test_memory_for_less_than_one_block_is_refused(model):
     with pytest.raises(InvalidConfig, match="chunk cache's capacity is 10 bytes"):
         make(model, chunk_cache_size=10)
+
+
+def test_memory_utilization_leaves_the_rest_of_the_device_to_documents(model):
+    total = device_memory_bytes(model.device)
+    fraction = (model.weight_bytes + 2**22 + 2**24) / total
+    with make(model, memory_utilization=fraction, engine=replace(SMALL, request_cache_size=2**22)) as llm:
+        size = llm.engine.kv_cache.chunk_pool.num_blocks * llm.model.bytes_per_token() * 16
+    assert 2**24 - 2**16 < size <= 2**24
+    assert model.weight_bytes >= model.num_parameters * 2
+    with pytest.raises(
+        InvalidConfig, match=r"but the weights take 0\.\d\d GiB and the request cache 0\.00 GiB; raise it"
+    ):
+        make(model, memory_utilization=1e-9)
 
 
 def test_statistics_are_logged_when_asked_for(model, caplog):

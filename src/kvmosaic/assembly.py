@@ -169,10 +169,10 @@ def build_engine(
     """
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
-    capacity = config.capacity_bytes
-    if config.chunk_cache_fraction is not None:
-        capacity = int(config.chunk_cache_fraction * device_memory_bytes(model.device))
-    chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity") if has_chunk_cache else 1
+    chunk_blocks = 1
+    if has_chunk_cache:
+        capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
+        chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
     check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
     kv_cache = KVCache(
         model.fingerprint,
@@ -187,6 +187,31 @@ def build_engine(
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
         offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
+
+
+def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes: int) -> int:
+    """Bytes of the chunk cache.
+
+    Raises:
+        InvalidConfig: weights and request cache alone take more than `memory_utilization` allows.
+    """
+    if config.chunk_cache_fraction is not None:
+        return int(config.chunk_cache_fraction * device_memory_bytes(model.device))
+    if config.memory_utilization is None:
+        return config.capacity_bytes
+    total, weights = device_memory_bytes(model.device), model.weight_bytes
+    allowed = int(config.memory_utilization * total)
+    if weights + request_bytes >= allowed:
+        raise InvalidConfig(
+            f"memory_utilization={config.memory_utilization:g} allows {_gib(allowed)} of the {_gib(total)} of "
+            f"{model.device}, but the weights take {_gib(weights)} and the request cache {_gib(request_bytes)}; "
+            "raise it, or make request_cache_size smaller"
+        )
+    return allowed - weights - request_bytes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _build_offloader(

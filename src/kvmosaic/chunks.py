@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvmosaic.cache import Chunk
@@ -11,6 +12,9 @@ from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 from kvmosaic.prompt.segment import whole_numbers
+
+MAX_WARMED_TOKENS = 2**22
+"""Tokens of warmed prompts that are remembered, so that their chunks can be woken by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,44 @@ class ChunkHandle:
 
 
 class ChunkStore:
-    """The cached chunks of an engine: create, inspect, pin and delete them."""
+    """The cached chunks of an engine: create, inspect, pin, evict and delete them.
+
+        handle = llm.chunks["guide"]           the latest chunk with this name; else UnknownChunk, a KeyError
+        "guide" in llm.chunks                  whether one is cached on the device
+        for name in llm.chunks: ...            all names
+
+    Names are looked up without a salt, as `warm` and `create` give them by default; the methods take `salt`.
+    """
 
     def __init__(self, engine: Engine, encoder: PromptEncoder, off_reason: str = "") -> None:
         """Wraps the chunks of an engine; `off_reason` says why it caches none, if so."""
         self._engine = engine
         self._encoder = encoder
         self._off_reason = off_reason
+        self._warmed = _WarmedPrompts()
+
+    def __getitem__(self, name: str) -> ChunkHandle:
+        """A handle of the latest chunk with this name. Raises UnknownChunk."""
+        token_ids = self._engine.kv_cache.find_chunks(name)[-1].token_ids
+        known = (prompt.chunks[0] for prompt, _, _ in reversed(self._warmed.named(name, "")))
+        found = next((segment for segment in known if segment.token_ids == token_ids), None)
+        return ChunkHandle(found or Segment(SegmentKind.CHUNK, token_ids, name=name), was_cached=True)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            return isinstance(name, str) and bool(self._engine.kv_cache.find_chunks(name))
+        except UnknownChunk:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        found = (chunk for chunk in self.entries() if not chunk.salt and not chunk.tenant)
+        return iter(dict.fromkeys(name for chunk in found for name in chunk.names))
+
+    def __len__(self) -> int:
+        return len(self.entries())
+
+    def __bool__(self) -> bool:
+        return True
 
     def create(
         self,
@@ -134,6 +169,38 @@ class ChunkStore:
             return num_deleted
         return num_deleted + (offloader.delete_named(name, salt, tenant) if offloader is not None else 0)
 
+    def evict(self, name: str, *, salt: str = "", tenant: str = "") -> int:
+        """Evicts the chunks with this name from the device, into the tiers if there are any; returns how many.
+
+        Their next use, or `wake`, brings them back. Raises UnknownChunk, or ChunkInUse: in use, or pinned.
+        """
+        return self._engine.kv_cache.evict(name, salt, tenant)
+
+    def wake(self, name: str, *, salt: str = "") -> list[ChunkHandle]:
+        """Brings the chunks with this name back to the device: from a tier, or computed again; returns their handles.
+
+        Raises:
+            UnknownChunk: no chunk of this name was warmed or created here, or that was very long ago.
+        """
+        if not (known := self._warmed.named(name, salt)):
+            raise UnknownChunk(f"no chunk called {name!r:.80} was warmed or created here; warm it with its text")
+        return [
+            handle for prompt, strategy, context in known for handle in self._warm([prompt], strategy, context, None)
+        ]
+
+    def clear(self) -> int:
+        """Deletes all chunks that no request uses, pinned ones too, from the tiers as well; returns how many.
+
+        Entries of other processes stay in the tiers.
+        """
+        idle = [chunk for chunk in self.entries() if not chunk.ref_count]
+        for chunk in idle:
+            self._engine.kv_cache.delete(chunk.key, None, chunk.tenant)
+        if self._engine.offloader is not None:
+            self._engine.offloader.delete_known()
+        self._warmed.clear()
+        return len(idle)
+
     def _warm(
         self,
         prompts: Sequence[Prompt],
@@ -143,6 +210,8 @@ class ChunkStore:
     ) -> list[ChunkHandle]:
         if self._off_reason:
             raise ChunkCacheOff(f"no chunk can be kept, the chunk cache is off: {self._off_reason}")
+        for prompt in prompts:
+            self._warmed.note(prompt, strategy, context)
         requests = (
             self._engine.add_warm_up(prompt, position_strategy=strategy, chunk_context=context) for prompt in prompts
         )
@@ -150,6 +219,34 @@ class ChunkStore:
             ChunkHandle(request.prompt.chunks[0], was_cached=request.reuse.segments[-1].reused_tokens > 0)
             for request in self._engine.run(requests, progress)
         ]
+
+
+_Warmed = tuple[Prompt, str | None, ChunkContext | None]
+
+
+class _WarmedPrompts:
+    """Prompts of one chunk each that were warmed, by salt and name; the latest ones, at most so many tokens."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[tuple[str, str, tuple[Segment, ...]], _Warmed] = OrderedDict()
+        self._num_tokens = 0
+
+    def note(self, prompt: Prompt, strategy: str | None, context: ChunkContext | None) -> None:
+        for chunk in prompt.chunks:
+            if chunk.name is None:
+                continue
+            key = (prompt.salt, chunk.name, prompt.segments)
+            self._num_tokens += prompt.num_tokens if self._prompts.pop(key, None) is None else 0
+            self._prompts[key] = (prompt, strategy, context)
+        while self._num_tokens > MAX_WARMED_TOKENS:
+            self._num_tokens -= self._prompts.popitem(last=False)[1][0].num_tokens
+
+    def named(self, name: str, salt: str) -> list[_Warmed]:
+        return [known for (own, label, _), known in self._prompts.items() if own == salt and label == name]
+
+    def clear(self) -> None:
+        self._prompts.clear()
+        self._num_tokens = 0
 
 
 def _segment(kind: SegmentKind, content: Sequence[int] | str) -> Segment:

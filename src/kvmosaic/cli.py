@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from typer.core import TyperGroup
 
 from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
+from kvmosaic.console.help import CommandGroup, HelpCommand
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
@@ -32,11 +34,12 @@ from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack quantization"
+LENGTHS = "long_chunks max_chunk_tokens hash_algorithm lead_in"
 TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
-long_chunks chunk_cache_size {LOADING}
+{LENGTHS} chunk_cache_size {LOADING}
 enable_chunk_cache {TIERS} chunk_loading"""
-WARM = f"{TIERS} position_strategy chunk_context preamble find_documents profile long_chunks chunk_cache_size {LOADING}"
+WARM = f"{TIERS} position_strategy chunk_context preamble find_documents profile {LENGTHS} chunk_cache_size {LOADING}"
 _WARM_SIZE = Annotated[
     str,
     typer.Option(
@@ -59,10 +62,9 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from error
 
 
-app = typer.Typer(
+app = CommandGroup(
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     help="Run, serve and measure models that reuse the KV cache of documents in any order, at any position.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -252,7 +254,22 @@ def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> 
     server_call.wake(url, timeout)
 
 
+class _ServeCommand(HelpCommand):
+    """The command whose options come from the settings of the server."""
+
+    def shell_complete(self, context: Any, incomplete: str) -> Any:
+        """Completes the options of the server."""
+        from kvmosaic.server import check_installed
+
+        check_installed()
+        from kvmosaic.server.options import serve_app
+
+        command = typer.main.get_command(serve_app(_launch, HelpCommand))
+        return command.shell_complete(command.make_context("serve", [], resilient_parsing=True), incomplete)
+
+
 @app.command(
+    cls=_ServeCommand,
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
@@ -264,10 +281,10 @@ def serve(context: typer.Context) -> None:
     from kvmosaic.server.options import serve_app
 
     # the options come from the server settings, which need the server's packages
-    serve_app(_launch)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
+    serve_app(_launch, HelpCommand)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
 
 
-def _launch(settings: Any) -> None:
+def _launch(settings: Any, read: Callable[[], Any]) -> None:
     from kvmosaic.server.launch import launch
 
-    launch(settings)
+    launch(settings, read)

@@ -523,6 +523,25 @@ class LLM:
         """
         self.chunks.delete(name, salt=salt)
 
+    def evict(self, name: str, *, salt: str = "") -> None:
+        """Evicts the chunks with this name from the device, into the tiers if there are any.
+
+        `llm.chunks.wake(name)` brings them back, as does their next use.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+            ChunkInUse: a running request uses one of them, or one is pinned.
+        """
+        self.chunks.evict(name, salt=salt)
+
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
+        """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.
+
+        Args:
+            reset_external: also the entries in tiers that this process has stored or loaded.
+        """
+        return self.engine.reset_prefix_cache(reset_external=reset_external)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the sampling parameters that the model's `generation_config.json` recommends."""
         return self._default_sampling

@@ -96,7 +96,7 @@ def test_a_server_says_that_it_lives_for_longer_than_it_may_drain(monkeypatch: p
     async def be_told() -> None:
         told = asyncio.Event()
         with Watchdog(seconds=1_000) as watchdog:
-            watchdog.listen(lambda number: told.set())
+            watchdog.listen(lambda number: told.set(), lambda: None)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.wait_for(told.wait(), 60)
             watchdog.ignore()

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from typer import rich_utils
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvmosaic import __version__
@@ -13,6 +17,7 @@ from kvmosaic.cli import app
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.option_groups import option_type
 from kvmosaic.layout import ChunkContext
+from kvmosaic.server.options import serve_app
 
 COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
 
@@ -31,6 +36,65 @@ def test_help_comes_without_torch(arguments: tuple[str, ...]) -> None:
     output = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout
     assert "Usage:" in output
     assert output.splitlines()[-1] == "0 set()"
+
+
+def every_command() -> list[tuple[str, ...]]:
+    """The words of every command, those of groups as well; the group itself is among them."""
+    found: list[tuple[str, ...]] = [()]
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), get_command(app))]
+    while waiting:
+        words, command = waiting.pop()
+        for name, each in getattr(command, "commands", {}).items():
+            found.append((*words, name))
+            waiting.append(((*words, name), each))
+    return found
+
+
+def options_of(words: tuple[str, ...]) -> set[str]:
+    command: Any = get_command(serve_app(lambda settings, read: None)) if words == ("serve",) else get_command(app)
+    for name in () if words == ("serve",) else words:
+        command = command.commands[name]
+    shown = [each for each in command.params if not getattr(each, "hidden", False)]
+    return {option for each in shown for option in (*each.opts, *each.secondary_opts) if option.startswith("--")}
+
+
+@pytest.mark.parametrize("columns", [80, 120, 150])
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_no_line_of_a_help_text_is_cut(words: tuple[str, ...], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", columns)
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0
+    too_long = [line for line in result.stdout.splitlines() if len(line.rstrip()) > columns]
+    assert not too_long
+    assert "…  " not in result.stdout and "… │" not in result.stdout
+    named = set(re.findall(r"--[a-z0-9-]+", result.stdout))
+    assert options_of(words) <= named, options_of(words) - named
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("kvmosaic sl", {"sleep"}),
+        ("kvmosaic serve --max-num", {"--max-num-seqs", "--max-num-batched-tokens"}),
+        ("kvmosaic cache ex", {"export", "explain"}),
+        ("kvmosaic run --chunk-con", {"--chunk-context"}),
+    ],
+)
+def test_shell_completes_commands_and_options(typed: str, found: set[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_KVMOSAIC_COMPLETE": "complete_bash"}
+    command = (sys.executable, "-c", "from kvmosaic.cli import main; main()")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **words})
+    assert set(result.stdout.split()) == found, result.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_a_shell_is_shown(shell: str) -> None:
+    code = "from kvmosaic.cli import main; main()"
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = (sys.executable, "-c", code, "--show-completion", shell)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0 and "_KVMOSAIC_COMPLETE" in result.stdout
 
 
 def test_help_names_every_command() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -26,12 +27,12 @@ def test_chat_answers_from_documents_in_the_extra_body(client: openai.OpenAI, se
     assert reply.choices[0].message.content.strip() == ANSWER
     assert reply.choices[0].finish_reason == "stop"
     details = reply.usage.prompt_tokens_details
-    counts = [details.cached_tokens, details.composed_tokens, details.recomputed_tokens]
-    assert sum(counts) == reply.usage.prompt_tokens
+    assert details.cached_tokens + details.recomputed_tokens == reply.usage.prompt_tokens
+    assert 0 <= details.composed_tokens <= details.cached_tokens
 
 
 def test_documents_are_reused_in_another_order(client: openai.OpenAI, server: RunningServer) -> None:
-    def ask(documents: list[dict[str, str]]) -> tuple[str, dict[str, str], int]:
+    def ask(documents: list[dict[str, str]]) -> tuple[str, dict[str, str], Any]:
         reply = client.chat.completions.create(
             model=server.model,
             messages=MESSAGES,
@@ -39,7 +40,7 @@ def test_documents_are_reused_in_another_order(client: openai.OpenAI, server: Ru
             extra_body={"documents": documents, "cache_salt": "order", "position_strategy": "sequential"},
         )
         actions = {document["id"]: document["action"] for document in reply.kvmosaic["documents"]}
-        return reply.choices[0].message.content.strip(), actions, reply.usage.prompt_tokens_details.cached_tokens
+        return reply.choices[0].message.content.strip(), actions, reply.usage.prompt_tokens_details
 
     first, cold, _ = ask(DOCUMENTS)
     second, warm, cached = ask(DOCUMENTS[::-1])
@@ -47,7 +48,9 @@ def test_documents_are_reused_in_another_order(client: openai.OpenAI, server: Ru
     assert set(cold.values()) == {"computed"}
     assert set(warm.values()) <= {"moved", "reused"}
     assert "moved" in warm.values()
-    assert cached < 40, "documents that were composed are not called an exact prefix hit"
+    assert cached.cached_tokens >= 40 > cached.cached_tokens - cached.composed_tokens, (
+        "an ordinary client sees the gain"
+    )
 
 
 def test_stream_of_a_chat_gives_the_same_text_and_usage(client: openai.OpenAI, server: RunningServer) -> None:

@@ -56,8 +56,8 @@ def test_no_two_settings_have_one_name() -> None:
     assert len(SETTINGS) == sum(len(fields(config)) for config in CONFIGS)
 
 
-def test_settings_of_the_server_are_those_of_the_configurations_and_never_declared_beside_them() -> None:
-    shared = {name for name, each in SETTINGS.items() if each.is_flag}
+def test_every_setting_of_python_is_one_of_the_server_and_never_declared_beside_it() -> None:
+    shared = set(SETTINGS)
     assert shared <= set(ServerSettings.model_fields)
     assert not shared & set(ServerSettings.__annotations__), "declare a setting in kvmosaic.config only"
     for name in shared:
@@ -102,6 +102,11 @@ def test_values_by_name_become_configurations() -> None:
     ("build", "message"),
     [
         (lambda: ChunkCacheConfig(chunk_cache_fraction=1), "a number above 0 and below 1, got 1"),
+        (lambda: ChunkCacheConfig(memory_utilization=1.2), "memory_utilization must be a number above 0 and below 1"),
+        (
+            lambda: ChunkCacheConfig(memory_utilization=0.5, chunk_cache_fraction=0.25),
+            "chunk_cache_fraction=0.25 and memory_utilization=0.5 both set the size of the chunk cache; give one",
+        ),
         (lambda: ChunkCacheConfig(log_stats_seconds=0), "a number above 0 and at most 86400, got 0"),
         (lambda: ChunkCacheConfig(long_chunks="cut"), "long_chunks is 'cut'; choose 'error' or 'split'"),
         (lambda: EngineConfig(max_num_seqs=0), "max_num_seqs must be a whole number between 1 and 65536, got 0"),

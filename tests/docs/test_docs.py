@@ -131,7 +131,7 @@ def test_index_of_the_server_names_the_addresses_that_it_has(server: RunningServ
     named = {
         address for row in re.findall(r"^\| (`/.*?) \|", index, re.MULTILINE) for address in re.findall("`(.*?)`", row)
     }
-    routes = set(server.app.openapi()["paths"]) | {"/openapi.json", "/"}
+    routes = set(server.app.openapi()["paths"]) | {"/openapi.json", "/docs", "/"}
     assert named <= routes
     groups = tuple(named - {"/"})
     assert [path for path in routes if not path.startswith((*groups, "/dashboard")) and path != "/"] == []

@@ -25,6 +25,11 @@ NUMBERS = {
     "max_num_seqs": (1, 65_536),
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 4_096),
+    "max_chunks": (1, 10**8),
+    "max_chunk_tokens": (1, 10**7),
+    "max_prompt_chunks": (1, 10**6),
+    "log_stats_seconds": (0, 86_400),
+    "max_waiting": (1, 10**7),
     "priority_aging_seconds": (0, 1e6),
     "preemption_gap": (0, 200),
     "time_slice_seconds": (0, 1e6),
@@ -183,7 +188,7 @@ def test_every_numeric_setting_is_among_those_with_limits() -> None:
     optional = {
         name for name, field in ServerSettings.model_fields.items() if field.annotation in (int | None, float | None)
     }
-    assert numeric | optional == {*NUMBERS, "chunk_cache_fraction"}
+    assert numeric | optional == {*NUMBERS, "chunk_cache_fraction", "memory_utilization"}
 
 
 def test_settings_become_those_of_the_cache_and_the_engine() -> None:
@@ -195,6 +200,29 @@ def test_settings_become_those_of_the_cache_and_the_engine() -> None:
     assert read_settings({"chunk_separator": ""}).llm_config().chunk_cache.chunk_separator is None
     assert ServerSettings().llm_config().engine.num_threads is None
     assert read_settings({"num_threads": "3"}).llm_config().engine.num_threads == 3
+
+
+def test_every_setting_of_python_arrives_from_flag_variable_and_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = {
+        **{"max_chunks": 7, "max_chunk_tokens": 99, "max_prompt_chunks": 5, "hash_algorithm": "xxh3_128"},
+        **{"verify_tokens": False, "log_stats_seconds": 2.5, "lead_in": "Read this first.", "memory_utilization": 0.5},
+    }
+
+    def arrived() -> list[object]:
+        config = read_settings(given).llm_config()
+        return [getattr(config.chunk_cache, name) for name in wanted] + [config.engine.max_waiting]
+
+    given: dict[str, object] = {**wanted, "max_waiting": 3}
+    assert arrived() == [*wanted.values(), 3]
+    given = file(tmp_path, "".join(f"{name}: {value}\n" for name, value in given.items()))
+    assert arrived() == [*wanted.values(), 3]
+    given = {}
+    for name, value in {**wanted, "max_waiting": 3}.items():
+        monkeypatch.setenv(variable_of(name), str(value))
+    assert arrived() == [*wanted.values(), 3]
+    assert read_settings({"log_stats_seconds": "0"}).llm_config().chunk_cache.log_stats_seconds is None
 
 
 def test_an_empty_separator_switches_one_off_that_was_configured(
@@ -229,7 +257,7 @@ def test_tiers_are_urls_in_order_with_their_settings(monkeypatch: pytest.MonkeyP
 def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="'chunk_secret' is no setting of a file; set the variable KVMOSAIC_C"):
         read_settings(file(tmp_path, f"chunk_secret: {SECRET}"))
-    result = CliRunner().invoke(serve_app(lambda settings: None), ["--chunk-secret", SECRET])
+    result = CliRunner().invoke(serve_app(lambda settings, read: None), ["--chunk-secret", SECRET])
     assert result.exit_code == 2 and "No such option" in result.output
     monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", "short")
     with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_CHUNK_SECRET must be a text of 8 to 1024 characters"):
@@ -279,7 +307,7 @@ def test_every_setting_is_an_option_and_is_passed_on() -> None:
     seen: list[ServerSettings] = []
     arguments = ["folder", "--port", "1", "--no-enable-chunk-cache", "--served-model-name", "a,b"]
     arguments += ["--served-model-name", "c", "--chunk-cache-fraction", "0.25"]
-    result = CliRunner().invoke(serve_app(seen.append), arguments)
+    result = CliRunner().invoke(serve_app(lambda settings, read: seen.append(settings)), arguments)
     assert result.exit_code == 0, result.output
     assert (seen[0].model, seen[0].port, seen[0].enable_chunk_cache) == ("folder", 1, False)
     assert seen[0].model_names == ("a,b", "c") and seen[0].chunk_cache_fraction == 0.25

@@ -33,7 +33,7 @@ _MAX_VARIABLES = 64
 
 
 class Body(BaseModel):
-    """A part of a request: unknown fields, texts for numbers and numbers for texts are refused."""
+    """A part of a request: texts for numbers and numbers for texts are refused, and unknown fields are faults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

@@ -59,17 +59,22 @@ def _mistyped(unknown: str, missing: str) -> ValidationMessage:
 
 def _where(fault: Mapping[str, Any], body: Any) -> str:
     """Returns the path of a field as it was sent, without pydantic's names of union members."""
+    return ".".join(str(part) for part in path_of(fault, body))
+
+
+def path_of(fault: Mapping[str, Any], body: Any) -> list[str | int]:
+    """Returns the keys and indexes that lead to the field of a fault, without pydantic's names of union members."""
     place, *parts = fault["loc"] or ("",)
     if place != "body":
-        return ".".join(str(part) for part in parts)
-    names, value = [], body
+        return parts
+    path, value = [], body
     for part in parts:
         is_sent = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
         if is_sent:
             value = value[part]
         if is_sent or (fault["type"] == "missing" and part == parts[-1]):
-            names.append(str(part))
-    return ".".join(names)
+            path.append(part)
+    return path
 
 
 def _said(fault: Mapping[str, Any]) -> str:

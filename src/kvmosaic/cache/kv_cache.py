@@ -337,10 +337,12 @@ class KVCache(TenantChunks):
             chunk_cache=states_of(self.chunk_pool, kept=None, pinned=pinned),
         )
 
-    def reset(self) -> None:
-        """Drops everything unreferenced, pinned chunks too."""
+    def reset(self) -> bool:
+        """Drops everything unreferenced, pinned chunks too; returns whether both pools are empty then."""
         self._prefix.clear()
         self._chunks.clear()
+        pools = (self.request_pool, self.chunk_pool)
+        return all(pool.num_free == pool.num_blocks for pool in pools)
 
     @property
     def num_spare_blocks(self) -> int:

@@ -8,7 +8,7 @@ from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key
 from kvmosaic.cache.tenants import TenantUsage
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import ChunkInUse, InvalidConfig
 
 MAX_QUOTA_BYTES = 2**50
 
@@ -17,7 +17,7 @@ class TenantChunks:
     """Facade for the chunks of tenants: what a caller may do with chunks other than reading and computing them.
 
         find_chunks("guide")                    one document under two system prompts is two chunks
-        pin, unpin, delete, set_priority        all chunks of a name or none
+        pin, unpin, evict, delete, set_priority all chunks of a name or none
         pin_when_ready("guide")                 future chunks of this name too
         set_quota("acme", 2**30)                evicts idle chunks of this tenant at once, as far as needed
 
@@ -95,6 +95,23 @@ class TenantChunks:
         """
         chunks = self._chunks.named(name_or_key, salt, tenant)
         self._chunks.delete(chunks, when_idle=when_idle)
+        return len(chunks)
+
+    def evict(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
+        """Evicts chunks, all with this name or none; returns how many. Tiers, if there are any, get them.
+
+        Raises:
+            UnknownChunk: no such chunk.
+            ChunkInUse: a running request uses one of them, or one is pinned.
+        """
+        chunks = self._chunks.named(name_or_key, salt, tenant)
+        for chunk in chunks:
+            if not chunk.is_evictable:
+                label = next(iter(chunk.names), chunk.key.hex())
+                way = "unpin it first" if chunk.pinned else "evict it when the requests that use it have ended"
+                raise ChunkInUse(f"the chunk {label!r} is {'pinned' if chunk.pinned else 'in use'}; {way}")
+        for chunk in chunks:
+            self._chunks.evict(chunk)
         return len(chunks)
 
     def set_priority(self, name_or_key: str | Key, priority: float, salt: str | None = "", tenant: str = "") -> int:

@@ -21,6 +21,7 @@ from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 _AUTO: Any = Unset("auto")
 _SYSTEM: Any = Unset("system")
 _REPAIR: Any = Unset(DEFAULT_REPAIR)
+_LEAD_IN: Any = Unset(LEAD_IN)
 
 
 def _check_lead_in(text: Any) -> None:
@@ -29,7 +30,6 @@ def _check_lead_in(text: Any) -> None:
 
 
 _cache = partial(setting, panel="Chunk cache")
-_python_only = partial(_cache, is_flag=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,18 @@ class ChunkCacheConfig:
         help="Instead of `chunk_cache_size`: this fraction of the device's memory, for cached documents only; the "
         "model and the request cache come on top of it.",
     )
-    block_size: int = _cache(16, low=1, high=4096, panel="Engine", help="Token slots per block of memory.")
-    max_chunks: int = _python_only(100_000, low=1, high=10**8, help="Maximum of cached chunks.")
-    max_chunk_tokens: int = _python_only(
-        32_768, low=1, high=10**7, help="Maximum tokens of a chunk; see `long_chunks`."
+    memory_utilization: float | None = _cache(
+        None,
+        above=0,
+        below=1,
+        help="Instead of `chunk_cache_size`: this fraction of the device's memory for the model's weights, "
+        "`request_cache_size` and cached documents together, which get what the other two leave; a device needs some "
+        "of the rest to compute in.",
     )
-    max_prompt_chunks: int = _python_only(4_096, low=1, high=10**6, help="Maximum documents of one prompt.")
+    block_size: int = _cache(16, low=1, high=4096, panel="Engine", help="Token slots per block of memory.")
+    max_chunks: int = _cache(100_000, low=1, high=10**8, help="Maximum of cached chunks.")
+    max_chunk_tokens: int = _cache(32_768, low=1, high=10**7, help="Maximum tokens of a chunk; see `long_chunks`.")
+    max_prompt_chunks: int = _cache(4_096, low=1, high=10**6, help="Maximum documents of one prompt.")
     long_chunks: Literal["error", "split"] = _cache(
         "error", help="A document that is too long for one chunk: refuse it, or split it."
     )
@@ -70,7 +76,7 @@ class ChunkCacheConfig:
         unset="prompts are never split, as with ''",
         help="Text that splits a prompt into documents, such as ##.",
     )
-    hash_algorithm: Literal["sha256", "xxh3_128"] = _python_only(
+    hash_algorithm: Literal["sha256", "xxh3_128"] = _cache(
         "sha256",
         help="Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares "
         "tokens. Processes that share tiers choose the same.",
@@ -112,9 +118,12 @@ class ChunkCacheConfig:
         metavar="REGEX",
         help="A pattern of one's own for `find_documents`, with the groups text and (optional) name.",
     )
-    lead_in: str = _python_only(
-        LEAD_IN,
+    lead_in: str = _cache(
+        _LEAD_IN,
         check=_check_lead_in,
+        max_length=MAX_LEAD_IN_CHARACTERS,
+        metavar="TEXT",
+        unset="a bundled paragraph in English",
         help="The text in front of documents when they are computed with chunk_context lead_in; no prompt contains it. "
         "About a paragraph, best in the language of the documents.",
     )
@@ -129,15 +138,18 @@ class ChunkCacheConfig:
     eviction: str | EvictionPolicy = _cache(
         "lru", check=choose, flag_choices=lambda: tuple(POLICIES), help="Eviction policy of the chunk cache."
     )
-    verify_tokens: bool = _python_only(
-        True, help="Compare the tokens of a hit with those asked for, whatever the hash."
-    )
-    log_stats_seconds: float | None = _python_only(
-        None, above=0, high=86_400, unset="never", help="Log the statistics this often."
+    verify_tokens: bool = _cache(True, help="Compare the tokens of a hit with those asked for, whatever the hash.")
+    log_stats_seconds: float | None = _cache(
+        None, above=0, high=86_400, off="never", help="Log the statistics of the chunk cache this often, in seconds."
     )
 
     def __post_init__(self) -> None:
         validate_settings(self)
+        if self.chunk_cache_fraction is not None and self.memory_utilization is not None:
+            raise InvalidConfig(
+                f"chunk_cache_fraction={self.chunk_cache_fraction:g} and "
+                f"memory_utilization={self.memory_utilization:g} both set the size of the chunk cache; give one of them"
+            )
         try:
             object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         except InvalidSeparator as error:

@@ -25,7 +25,7 @@ class EngineConfig:
     )
     max_num_seqs: int = _engine(64, low=1, high=65_536, help="Maximum of running sequences.")
     max_waiting: int = _engine(
-        100_000, low=1, high=10**7, is_flag=False, help="Maximum of waiting requests; more are refused."
+        100_000, low=1, high=10**7, help="Maximum of requests that wait in the engine; more are refused."
     )
     request_cache_size: int | str = _size(
         "1GiB", check=parse_bytes, help="Memory for prefixes, questions and answers, such as 512MiB."

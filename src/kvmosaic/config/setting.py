@@ -95,8 +95,6 @@ class Setting:
     """The end of the message about a number out of its bounds."""
     flag_default: str | None = None
     """The default of a flag, where Python has another type."""
-    is_flag: bool = True
-    """Whether it can be set outside Python."""
     is_secret: bool = False
     """Whether its value is never shown."""
 

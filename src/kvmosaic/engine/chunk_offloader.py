@@ -221,6 +221,12 @@ class ChunkOffloader:
         self.delete(keys)
         return len(keys)
 
+    def delete_known(self) -> None:
+        """Removes from the tiers all chunks with names that were stored or loaded here, and those of the device."""
+        for chunk in self._kv_cache.chunks():
+            self.on_delete(chunk)
+        self.delete(self.kept.keys())
+
     def flush(self) -> None:
         """Copies all chunks still to be written out of their blocks; afterwards all blocks may be freed."""
         for source in list(self._sources.values()):

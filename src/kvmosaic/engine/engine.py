@@ -291,6 +291,15 @@ class Engine(InferenceEngine):
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
         return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), request_id)
 
+    def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
+        """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.
+
+        With `reset_external`, also the entries in tiers that this engine has stored or loaded.
+        """
+        if reset_external and self.offloader is not None:
+            self.offloader.delete_known()
+        return self.kv_cache.reset()
+
     @property
     def advisor(self) -> ReuseAdvisor:
         """Explains misses, and counts lost reuse."""

@@ -42,6 +42,10 @@ class OffloadedKeys:
     def __len__(self) -> int:
         return len(self._known)
 
+    def keys(self) -> list[Key]:
+        """All keys that are known."""
+        return list(self._known)
+
     def note(self, chunk: Chunk) -> None:
         """Records the names of a chunk; earlier names stay."""
         before = self._known.get(chunk.key)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvmosaic.container import memory_limit
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry, stored_layers
 from kvmosaic.memory.buffer import new_bytes
@@ -55,10 +56,11 @@ def check_fits(num_bytes: int, device: torch.device) -> None:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Total memory of a device: of the GPU, or of the machine for the CPU."""
+    """Total memory of a device: of the GPU, or for the CPU that of the machine, or of the container if it is less."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(of_machine, memory_limit() or of_machine)
 
 
 ChunkTensors: TypeAlias = list[tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"] | None]]

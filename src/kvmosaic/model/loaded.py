@@ -162,6 +162,13 @@ class LoadedModel:
         return num_plain + sum(part.in_features * part.out_features for part in packed)
 
     @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, packed copies among them."""
+        plain = sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
+        packed = (part for part in self.module.modules() if isinstance(part, PackedLinear))
+        return int(plain) + sum(part.packed_bytes for part in packed)
+
+    @property
     def is_prepacked(self) -> bool:
         """Whether any linear layer is packed."""
         return any(isinstance(part, PackedLinear) for part in self.module.modules())

@@ -11,10 +11,12 @@ from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
 from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
+from kvmosaic.server.dashboard import api_page
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.metrics import prometheus
+from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
 from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
@@ -33,8 +35,8 @@ ANTHROPIC_HEADERS = ("X-Api-Key", "Anthropic-Version", "Anthropic-Beta", "Anthro
 def build_app(services: Services) -> FastAPI:
     """Builds the app: all routes over one set of services.
 
-    (trace ──▶) response headers ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
-                id, headers                             key, host          body, disconnects
+    (trace ──▶) response headers ──▶ access log ──▶ count ──▶ CORS ──▶ authentication ──▶ request body ──▶ routes
+                id, headers                                            key, host          body, disconnects
     """
     settings = services.settings
     app = FastAPI(
@@ -72,9 +74,10 @@ def build_app(services: Services) -> FastAPI:
                 "X-Request-Id",
                 *ANTHROPIC_HEADERS,
             ],
-            expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id"],
+            expose_headers=["ETag", "Retry-After", "X-Request-Id", "Request-Id", "X-Kvmosaic-Warning"],
         )
     app.add_middleware(prometheus.CountReplies, metrics=services.metrics)
+    app.add_middleware(AccessLogMiddleware)
     app.add_middleware(ResponseHeadersMiddleware)
     if services.tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=services.tracing)
@@ -94,6 +97,7 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
     yield dashboard.router(feed)
+    yield api_page.router()
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:

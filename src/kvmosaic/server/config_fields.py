@@ -21,7 +21,7 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
 def config_fields() -> dict[str, tuple[Any, FieldInfo]]:
     """Returns the type and the field of every setting of the configurations, by name, for `create_model`."""
     shared = ((name, each) for config in CONFIGS for name, each in settings_of(config).items())
-    return {name: (_annotation(each), _field(each)) for name, each in shared if each.is_flag}
+    return {name: (_annotation(each), _field(each)) for name, each in shared}
 
 
 def _field(each: Setting) -> FieldInfo:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvmosaic import __version__
+from kvmosaic.api.fields import Only
 from kvmosaic.cache import PrefixTree, TreeLimits
 from kvmosaic.documents import shown_name
 from kvmosaic.engine import AsyncEngine, Engine
@@ -30,8 +32,14 @@ class Health(BaseModel):
     status: Literal["ok", "asleep", "loading", "draining", "failed"]
 
 
+class Version(BaseModel):
+    """The version of this server."""
+
+    version: str
+
+
 def health_router(engine: AsyncEngine, admission: Admission) -> APIRouter:
-    """/livez, /readyz and /health."""
+    """/livez, /readyz and /health, and /version."""
     routes = APIRouter(tags=["health"])
 
     def status_now() -> Literal["ok", "asleep", "draining", "failed"]:
@@ -66,6 +74,11 @@ def health_router(engine: AsyncEngine, admission: Admission) -> APIRouter:
         """The same as /readyz, by the name that other servers have for it, but a server that sleeps is well."""
         return reply(response, is_well=status_now() in ("ok", "asleep"))
 
+    @routes.get("/version")
+    async def version() -> Version:
+        """The version of kvmosaic."""
+        return Version(version=__version__)
+
     return routes
 
 
@@ -87,6 +100,24 @@ class SleepWish(BaseModel):
 
     level: int = Field(default=1, ge=1, le=2, description="1 keeps the caches in host memory, 2 drops them.")
     mode: Literal["wait", "refuse"] = Field(default="wait", description="What happens to prompts that come meanwhile.")
+
+
+class ResetWish(BaseModel):
+    """What is dropped; the query of `/reset_prefix_cache`, as in vLLM."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reset_running_requests: Annotated[bool, Only((False, "false", "0"), "abort the requests first")] = False
+    reset_external: bool = Field(
+        default=False, description="Also the entries in tiers that this process has stored or loaded."
+    )
+
+
+class CacheReset(BaseModel):
+    """What became of the cache."""
+
+    is_empty: bool
+    """Whether nothing is left; else running requests use the rest."""
 
 
 class ColdChunks(BaseModel):
@@ -111,7 +142,7 @@ class SleepingChunks(BaseModel):
 
 
 def sleep_router(engine: AsyncEngine, admission: Admission, *, has_tiers: bool) -> APIRouter:
-    """Returns `/sleep`, `/wake_up` and `/is_sleeping`, named as in vLLM, and the sleep of cold chunks."""
+    """`/sleep`, `/wake_up`, `/is_sleeping` and `/reset_prefix_cache`, as in vLLM, and the sleep of cold chunks."""
     unavailable = partial(_unavailable, engine, admission)
     routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
 
@@ -134,6 +165,15 @@ def sleep_router(engine: AsyncEngine, admission: Admission, *, has_tiers: bool) 
         except EngineError as error:
             raise unavailable(error) from error
         return Sleep(is_sleeping=False)
+
+    @routes.post("/reset_prefix_cache")
+    async def reset_prefix_cache(wish: Annotated[ResetWish, Query()]) -> CacheReset:
+        """Drops all that is cached and not in use, of all tenants; documents stay stored and are computed again."""
+        reset = partial(Engine.reset_prefix_cache, reset_external=wish.reset_external)
+        try:
+            return CacheReset(is_empty=await engine.call(reset))
+        except EngineError as error:
+            raise unavailable(error) from error
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> Sleep:

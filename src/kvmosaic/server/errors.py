@@ -14,7 +14,7 @@ from kvmosaic import errors
 from kvmosaic.api.error_forms import error_reply
 from kvmosaic.api.errors import ApiError, invalid_body, known_error
 
-__all__ = ["ApiError", "add_error_replies", "as_api_error", "reply_of_error", "request_id_of"]
+__all__ = ["ApiError", "add_error_replies", "as_api_error", "refusal_of", "reply_of_error", "request_id_of"]
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -48,8 +48,15 @@ def add_error_replies(app: FastAPI) -> None:
 
 def reply_of_error(error: ApiError, scope: Scope) -> JSONResponse:
     """Returns the reply of a request that was refused or failed, in the shape of the API that its path belongs to."""
+    scope.setdefault("state", {})["refusal"] = error
     path: str = scope["path"]
     return error_reply(error, path.removeprefix(scope.get("root_path", "")), request_id_of(Request(scope)))
+
+
+def refusal_of(scope: Scope) -> ApiError | None:
+    """Returns the error that a request was answered with; None if it was not refused."""
+    refusal: ApiError | None = scope.get("state", {}).get("refusal")
+    return refusal
 
 
 def request_id_of(request: Request) -> str:

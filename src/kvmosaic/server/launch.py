@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from kvmosaic.errors import KVMosaicError
 from kvmosaic.server.middleware.startup import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
 from kvmosaic.server.process.heap import trimmed_heap
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.process.logs import set_up_logs
 from kvmosaic.server.process.watchdog import Watchdog
+from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.keys import is_open_to_all
 from kvmosaic.tiers import Tier, TierStat
@@ -24,13 +28,21 @@ from kvmosaic.tiers import Tier, TierStat
 if TYPE_CHECKING:
     from kvmosaic.server.services import Services
 
+logger = logging.getLogger("kvmosaic.server")
+
 SWITCH_SECONDS = 0.0005
 GRACE_SECONDS = 10.0
 """Seconds after draining and closing until a process whose event loop is stuck is killed."""
 
 
-def launch(settings: ServerSettings) -> None:
+def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_settings) -> None:
     """Serves until SIGTERM or SIGINT, then drains running requests; a second signal ends the process at once.
+
+    At SIGHUP it reads the settings again, and applies what can change.
+
+    Args:
+        settings: settings of the server.
+        read: reads them again, from the same flags, variables and file.
 
     Raises:
         InvalidConfig: these settings cannot be served: the port is taken, the certificate is bad, …
@@ -45,7 +57,7 @@ def launch(settings: ServerSettings) -> None:
     tiers = open_places(settings)
     with Watchdog(settings.drain_seconds + CLOSING_SECONDS + GRACE_SECONDS) as watchdog:
         try:
-            has_ended = asyncio.run(_Launch(settings, tiers, watchdog).run())
+            has_ended = asyncio.run(_Launch(settings, read, tiers, watchdog).run())
         finally:
             close_places(tiers)  # once more, if all went well
     if not has_ended:
@@ -77,11 +89,18 @@ class _Launch:
     listening (not ready) ──▶ loaded (ready) ──▶ stop signal: draining (not ready) ──▶ closed
     """
 
-    def __init__(self, settings: ServerSettings, tiers: Sequence[Tier], watchdog: Watchdog) -> None:
+    def __init__(
+        self, settings: ServerSettings, read: Callable[[], ServerSettings], tiers: Sequence[Tier], watchdog: Watchdog
+    ) -> None:
         self._settings = settings
+        self._read = read
+        self._has_terminal = _has_terminal()
+        self._services: Services | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._watchdog = watchdog
         self._tiers = tiers
-        self._notices = Console(stderr=True)
+        self._writes_json = settings.log_format == "json"
+        self._notices = Console(stderr=True, quiet=self._writes_json)
         self._startup = StartupMiddleware()
         self._told_to_stop = asyncio.Event()
         self._listener = listener_for(self._startup, settings)
@@ -90,8 +109,8 @@ class _Launch:
         """Runs until shutdown; returns False if a thread is still busy, which would keep the process from exiting."""
         place = listen(self._settings)
         address = address_of(self._settings, place)
-        set_up_logs(self._settings.uvicorn_log_level)
-        self._watchdog.listen(self._stop)
+        set_up_logs(self._settings.uvicorn_log_level, self._settings.log_format)
+        self._watchdog.listen(self._stop, self._reload)
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
             self._say(f"listening  {address}")
@@ -101,6 +120,7 @@ class _Launch:
             from kvmosaic.server.documents.sweep import swept  # imports torch
 
             self._describe(services)
+            self._services = services
             async with swept(services), trimmed_heap():
                 self._say(f"ready      {address}")
                 await self._told_to_stop.wait()
@@ -115,6 +135,28 @@ class _Launch:
         if self._told_to_stop.is_set():
             os._exit(128 + number)
         self._told_to_stop.set()
+
+    def _reload(self) -> None:
+        if self._has_terminal and not _has_terminal():  # it was closed, and the server ends with it
+            self._stop(signal.SIGHUP)
+        elif self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload_settings(), name="reload")
+
+    async def _reload_settings(self) -> None:
+        if self._services is None:
+            logger.warning("settings were not reloaded: the model is still being loaded; send SIGHUP again")
+            return
+        try:
+            settings = await asyncio.to_thread(self._read)
+            changed, unchanged = await self._services.reload(settings)
+        except KVMosaicError as error:
+            logger.error("settings were not reloaded, and stay as they are: %s", error)
+            return
+        self._settings = self._services.settings
+        set_up_logs(self._settings.uvicorn_log_level, self._settings.log_format)
+        logger.info("keys and settings reloaded%s", f"; changed: {', '.join(map(flag_of, changed))}" if changed else "")
+        if unchanged:
+            logger.warning("settings that need a restart: %s", ", ".join(map(flag_of, unchanged)))
 
     async def _load(self) -> Services | None:
         """Loads the model; returns its services once requests reach them, None if stopped before."""
@@ -147,6 +189,8 @@ class _Launch:
         size = str(config.chunk_cache_size)
         if config.chunk_cache_fraction is not None:
             size = f"{config.chunk_cache_fraction:.0%} of the device's memory"
+        elif config.memory_utilization is not None:
+            size = f"what weights and requests leave of {config.memory_utilization:.0%} of the device's memory"
         cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:
@@ -165,6 +209,8 @@ class _Launch:
             self._say(f"warning    everybody on this machine may read {settings.keys_file}; chmod 600 it")
 
     def _say(self, line: str) -> None:
+        if self._writes_json:
+            logger.info(" ".join(line.split()))
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -184,6 +230,10 @@ def _shown_size(num_bytes: int) -> str:
     if num_bytes < 2**20:
         return f"{num_bytes:,} bytes"
     return f"{num_bytes / 2**30:.3g} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 def _requests(number: int) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from inspect import Parameter, Signature
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from kvmosaic.server.choices import Choices
 from kvmosaic.server.config_fields import METAVAR
@@ -18,10 +20,13 @@ from kvmosaic.server.settings import ServerSettings, is_variable_only
 _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
 
 
-def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
-    """Returns a command that reads the settings and passes them to `launch`.
+def serve_app(
+    launch: Callable[[ServerSettings, Callable[[], ServerSettings]], None], command: type[TyperCommand] = TyperCommand
+) -> typer.Typer:
+    """Returns a command that reads the settings and passes them to `launch`, with a function that reads them again.
 
     Values are passed on as they were typed: the settings check them all, in one place, with one kind of message.
+    `command` is the class of the command.
     """
 
     def serve(**given: Any) -> None:
@@ -32,7 +37,8 @@ def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
         Each option is also a variable (--max-num-seqs: KVMOSAIC_MAX_NUM_SEQS) and a key of the --config file
         (max_num_seqs). An option wins over a variable, a variable over the file.
         """
-        launch(read_settings({name: value for name, value in given.items() if value not in (None, [])}))
+        read = partial(read_settings, {name: value for name, value in given.items() if value not in (None, [])})
+        launch(read(), read)
 
     fields = ServerSettings.model_fields.items()
     parameters = [_parameter(name, field) for name, field in fields if not is_variable_only(field)]
@@ -43,7 +49,7 @@ def serve_app(launch: Callable[[ServerSettings], None]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
-    app.command(name="serve")(serve)
+    app.command(name="serve", cls=command)(serve)
     return app
 
 
@@ -72,7 +78,7 @@ def panel_of(field: FieldInfo) -> str:
 def _kind(field: FieldInfo) -> Any:
     """Returns int, str, bool, tuple, Path, or the values of a choice."""
     annotation: Any = field.annotation
-    if isinstance(annotation, types.UnionType):
+    if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     for part in (*field.metadata, *get_args(annotation)):
         if isinstance(part, Choices):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.metrics.request_log import RequestLog
 from kvmosaic.server.settings import ServerSettings
-from kvmosaic.server.tenants.access import Tenants
+from kvmosaic.server.tenants.access import Tenant, Tenants
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from kvmosaic.documents import DocumentStore
-    from kvmosaic.engine import AsyncEngine
+    from kvmosaic.documents import DocumentStore, StoreLimits
+    from kvmosaic.engine import AsyncEngine, Engine
     from kvmosaic.llm import LLM
     from kvmosaic.server.metrics.prometheus import ServerMetrics
     from kvmosaic.server.tracing.export import Tracing
@@ -54,6 +55,28 @@ class Services:
         """Runs slow work of a tenant's request beside the event loop: see `RequestThreads.run`."""
         return await self.threads.run(tenant, function, *args, **kwargs)
 
+    async def reload(self, new: ServerSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Applies keys, with their quotas and weights, and the settings that can change; requests go on meanwhile.
+
+        Returns:
+            Names of settings that have changed, and of settings whose change needs a restart.
+
+        Raises:
+            InvalidConfig: the keys file cannot be used, or all keys were added or removed; nothing has changed.
+        """
+        settings, changed, unchanged = self.settings.reloaded(new)
+        gone = {tenant.name for tenant in self.tenants}
+        self.tenants.replace(await asyncio.to_thread(settings.access_keys))
+        gone -= {tenant.name for tenant in self.tenants}
+        self.settings = settings
+        self.admission.max_queue = settings.max_queue
+        self.admission.max_queue_per_tenant = settings.max_queue_per_tenant
+        self.threads.configure(self.tenants, settings.request_cpu_seconds)
+        self.documents.default_ttl_seconds = round(settings.document_ttl) if settings.document_ttl else None
+        self.documents.limits = _store_limits(settings)
+        await self.engine.call(partial(_apply_tenants, tenants=tuple(self.tenants), gone=gone))
+        return changed, unchanged
+
     async def close(self) -> None:
         """Aborts all work: streams, requests, threads. Callers that await a thread get an error at once."""
         self.admission.is_draining = True
@@ -85,17 +108,14 @@ def build_services(
     Raises:
         InvalidConfig: tracing is on, and a variable of OpenTelemetry has a value that cannot be used.
     """
-    from kvmosaic.documents import DocumentStore, StoreLimits
+    from kvmosaic.documents import DocumentStore
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.server.metrics.gauges import ServerReadings
     from kvmosaic.server.metrics.prometheus import ServerMetrics
 
     engine = AsyncEngine(llm.engine)
     tenants = Tenants(settings.access_keys())
-    for tenant in tenants:
-        if tenant.quota_bytes is not None:
-            llm.engine.kv_cache.set_quota(tenant.name, tenant.quota_bytes)
-        llm.engine.scheduler.shares.set_weight(tenant.name, tenant.weight)
+    _apply_tenants(llm.engine, tuple(tenants))
     admission = Admission(
         max_running=settings.max_num_seqs,
         max_queue=settings.max_queue,
@@ -105,7 +125,7 @@ def build_services(
         settings.document_place(),
         default_ttl_seconds=settings.document_ttl,
         version_seconds=settings.document_version_seconds,
-        limits=StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes),
+        limits=_store_limits(settings),
         clock=clock,
     )
     threads = RequestThreads(admission, tenants, settings.request_cpu_seconds)
@@ -119,6 +139,21 @@ def build_services(
     services.tracing = _open_tracing(settings, llm, span_exporter)
     engine.start()
     return services
+
+
+def _store_limits(settings: ServerSettings) -> StoreLimits:
+    from kvmosaic.documents import StoreLimits
+
+    return StoreLimits(max_documents=settings.max_documents, max_bytes=settings.max_documents_bytes)
+
+
+def _apply_tenants(engine: Engine, tenants: Sequence[Tenant], gone: Iterable[str] = ()) -> None:
+    """Sets quotas and weights of tenants, and removes the quotas of tenants without a key."""
+    for name in gone:
+        engine.kv_cache.set_quota(name, None)
+    for tenant in tenants:
+        engine.kv_cache.set_quota(tenant.name, tenant.quota_bytes)
+        engine.scheduler.shares.set_weight(tenant.name, tenant.weight)
 
 
 def _open_tracing(settings: ServerSettings, llm: LLM, exporter: SpanExporter | None) -> Tracing | None:

@@ -34,6 +34,15 @@ MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
 
+RELOADABLE: Final = frozenset(
+    {
+        *("api_key", "keys_file", "max_queue", "max_queue_per_tenant", "request_cpu_seconds"),
+        *("document_ttl", "max_documents", "max_documents_bytes"),
+        *("uvicorn_log_level", "log_format"),
+    }
+)
+"""Settings that SIGHUP changes."""
+
 Texts = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
@@ -92,8 +101,17 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         "Names under which this server may be asked for when it has no keys and listens on loopback, besides localhost "
         "and its address; * is every one.",
     )
+    strict: bool = _setting(
+        False,
+        "Server",
+        "Refuse a request with an unknown field; otherwise the field is ignored, with a warning in the reply, unless "
+        "it looks like a mistyped one that matters.",
+    )
     uvicorn_log_level: LogLevel = _setting(
         "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
+    )
+    log_format: Literal["text", "json"] = _setting(
+        "text", "Server", "Lines of the log: text, or json: an object per line, also for what is said at startup."
     )
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, seconds for in-flight requests before they are aborted.", ge=0, le=86_400
@@ -240,6 +258,16 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         variables = {name: ENV_PREFIX + name.upper() for name, field in fields if is_variable_only(field)}
         content = read_config_file(Path(named), names, variables)
         return init_settings, env_settings, InitSettingsSource(settings_cls, content)
+
+    def reloaded(self, new: ServerSettings) -> tuple[ServerSettings, tuple[str, ...], tuple[str, ...]]:
+        """Returns these settings with new values where they can change while the server runs.
+
+        Also returns the names of settings that have changed, and of settings whose change needs a restart.
+        """
+        names = [name for name in type(self).model_fields if getattr(self, name) != getattr(new, name)]
+        changed = tuple(name for name in names if name in RELOADABLE)
+        settings = self.model_copy(update={name: getattr(new, name) for name in changed})
+        return settings, changed, tuple(name for name in names if name not in RELOADABLE)
 
     @property
     def model_names(self) -> tuple[str, ...]:

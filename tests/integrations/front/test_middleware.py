@@ -43,7 +43,7 @@ def test_documents_become_token_ids_and_the_report_stands_beside_usage() -> None
     assert app.body["kv_transfer_params"]["kvmosaic"]["repair"] == 4
     assert reply["kvmosaic"] == REPORT
     assert reply["kv_transfer_params"] is None
-    details = {"cached_tokens": 4, "composed_tokens": 9, "recomputed_tokens": 5}
+    details = {"cached_tokens": 13, "composed_tokens": 9, "recomputed_tokens": 5}
     assert reply["usage"] == {"prompt_tokens": 18, "prompt_tokens_details": details}
 
 

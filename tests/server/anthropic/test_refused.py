@@ -50,8 +50,8 @@ def test_request_that_cannot_be_used_says_why(client: anthropic.Anthropic, field
     assert error["request_id"] == caught.value.request_id
 
 
-@pytest.mark.parametrize("name", ["cache_sallt", "max_completion_tokens", "stop", "n", "logit_bias"])
-def test_unknown_fields_are_refused(http: httpx.Client, name: str) -> None:
+@pytest.mark.parametrize("name", ["cache_sallt", "max_completion_tokens", "stop"])
+def test_unknown_fields_that_matter_are_refused(http: httpx.Client, name: str) -> None:
     reply = http.post("/v1/messages", json={**plain(), name: "x"})
     assert reply.status_code == 400 and name in reply.json()["error"]["message"]
 

@@ -27,16 +27,17 @@ segments = st.lists(
 
 
 @given(st.lists(segments, min_size=1, max_size=3))
-def test_details_add_up_and_only_exact_prefixes_are_cached(prompts):
+def test_details_add_up_and_what_is_cached_is_split_into_exact_prefixes_and_documents(prompts):
     reports = [ReuseReport(tuple(prompt)) for prompt in prompts]
     tally = UsageTotals([report.num_tokens for report in reports], frozenset())
     for index, report in enumerate(reports):
         tally.add(index, delta(2, report))
     usage = tally.usage()
     details = usage.prompt_tokens_details
-    assert sum(dict(details).values()) == usage.prompt_tokens == sum(report.num_tokens for report in reports)
+    assert details.cached_tokens + details.recomputed_tokens == usage.prompt_tokens
+    assert usage.prompt_tokens == sum(report.num_tokens for report in reports)
     exact = [one for prompt in prompts for one in prompt if one.kind in ("system", "plain")]
-    assert details.cached_tokens == sum(one.reused_tokens for one in exact)
+    assert details.cached_tokens - details.composed_tokens == sum(one.reused_tokens for one in exact)
     assert usage.completion_tokens == 2 * len(prompts)
     assert len(tally.report().segments) == sum(map(len, prompts))
 

@@ -67,7 +67,7 @@ def test_documents_that_saw_nothing_serve_under_any_system_text(http, salt, rout
     assert ask("Be verbose.")["kvmosaic"]["composition"] == seeing["kvmosaic"]["composition"]
 
 
-def test_composed_reuse_is_never_called_cached(http, salt):
+def test_tokens_reused_in_documents_are_cached_ones_and_split_from_an_exact_prefix(http, salt):
     cold = chat(http, documents=DOCUMENTS, cache_salt=salt)
     warm = chat(http, documents=DOCUMENTS, cache_salt=salt)
     num_documents = sum(document["tokens"] for document in cold["kvmosaic"]["documents"])
@@ -78,9 +78,10 @@ def test_composed_reuse_is_never_called_cached(http, salt):
     }
     assert details(warm)["composed_tokens"] >= num_documents
     system = warm["kvmosaic"]["segments"][0]
-    assert details(warm)["cached_tokens"] == system["reused_tokens"]
+    assert details(warm)["cached_tokens"] - details(warm)["composed_tokens"] == system["reused_tokens"]
     for reply in (cold, warm):
-        assert sum(details(reply).values()) == reply["usage"]["prompt_tokens"]
+        split = details(reply)
+        assert split["cached_tokens"] + split["recomputed_tokens"] == reply["usage"]["prompt_tokens"]
         assert sum(segment["tokens"] for segment in reply["kvmosaic"]["segments"]) == reply["usage"]["prompt_tokens"]
 
 

@@ -17,7 +17,7 @@ def deep(levels):
     [
         ({"cache_sallt": "x"}, "cache_sallt"),
         ({"documents": [{"text": "a", "titel": "b"}]}, "documents.0"),
-        ({"messages": [{"role": "user", "content": "a", "foo": 1}]}, "messages.0.foo"),
+        ({"messages": [{"role": "user", "content": "a", "texts": 1}]}, "messages.0.texts"),
         ({"tools": [TOOL]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -60,7 +60,7 @@ def deep(levels):
         ({"repair": "x" * 101}, "repair"),
         ({"repair": 0.15}, "repair"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"chat_template_kwargs": deep(40)}, "chat_template_kwargs"),

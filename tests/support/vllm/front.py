@@ -22,7 +22,7 @@ REPORT = {
     "composition": "composed (sequential): documents do not see each other",
     "documents": [{"id": "ferry", "action": "moved"}],
     "segments": [],
-    "totals": {"cached_tokens": 4, "composed_tokens": 9, "recomputed_tokens": 5},
+    "totals": {"cached_tokens": 13, "composed_tokens": 9, "recomputed_tokens": 5},
 }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.console.help import CommandGroup
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
@@ -27,7 +28,7 @@ EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_docum
 long_chunks chunk_codec chunk_cache_size dtype
 device quantization"""
 
-cache = typer.Typer(
+cache = CommandGroup(
     no_args_is_help=True,
     add_completion=False,
     help="List, verify, clean and copy the documents stored in tiers; or show the cache of a running server.",

@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
+from kvmosaic.console.help import CommandGroup
 from kvmosaic.console.option_groups import grouped, option
 from kvmosaic.console.options import ChunkTiers
 
-vllm = typer.Typer(
+vllm = CommandGroup(
     no_args_is_help=True,
     add_completion=False,
     help="Run the server of vLLM; each document is computed once.",

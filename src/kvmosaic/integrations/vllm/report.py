@@ -108,12 +108,13 @@ class ComposedReport:
             "segments": segments,
             "totals": {
                 "prompt_tokens": self.layout.num_tokens,
-                "cached_tokens": exact,
+                "cached_tokens": reuse.reused_tokens,
                 "composed_tokens": reuse.reused_tokens - exact,
                 "recomputed_tokens": reuse.computed_tokens,
                 "moved_tokens": reuse.moved_tokens,
             },
             "advice": [],
+            "warnings": [],  # vLLM reads the request itself
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }

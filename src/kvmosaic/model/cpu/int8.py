@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ _FORMAT = "kvmosaic-int8-1"
 
 class Int8Linear(PackedLinear):
     """Replaces an `nn.Linear` in bfloat16 on a CPU, for inference. The weight exists in 8 bits only."""
+
+    bytes_per_weight: ClassVar[int] = 1
 
     def __init__(self, linear: nn.Linear, *, is_copy: bool = False) -> None:
         """Quantizes the weight of `linear`, row by row; with `is_copy`, the embedding keeps the plain weight."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ class PackedLinear(nn.Module):
     The weight exists in packed form only. `weight` returns a plain copy, made anew every time, and a state dict holds
     such copies: the model can still be saved.
     """
+
+    bytes_per_weight: ClassVar[int] = 2
 
     def __init__(self, linear: nn.Linear, *, is_copy: bool = False) -> None:
         """Packs the weight of `linear`; with `is_copy`, the embedding keeps the same weight in plain form."""
@@ -49,6 +51,11 @@ class PackedLinear(nn.Module):
     def weight(self) -> Tensor:
         """[out_features, in_features], a plain copy."""
         return self._packed.to_dense()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weight."""
+        return self.in_features * self.out_features * self.bytes_per_weight
 
     def extra_repr(self) -> str:
         """Sizes, as in the text of an `nn.Linear`."""

@@ -54,7 +54,8 @@ class FairThreads:
             weights: weights of tenants; the default is 1.
             name: prefix of the thread names.
         """
-        self._weights = weights or {}
+        self.weights = weights or {}
+        """Replaced, never changed."""
         self.max_of_one = max(num_threads - 1, 1)
         self._lines: dict[str, _Line] = {}
         """Queues of tenants with queued or running work."""
@@ -114,7 +115,7 @@ class FairThreads:
             spent = time.thread_time() - begin
             del future, work  # frees the work and its result while the thread waits
             with self._changed:
-                line.spent += max(spent, LEAST_SECONDS) / self._weights.get(tenant, 1.0)
+                line.spent += max(spent, LEAST_SECONDS) / self.weights.get(tenant, 1.0)
                 line.num_running -= 1
                 if not line.work and not line.num_running:
                     del self._lines[tenant]
@@ -144,9 +145,9 @@ class RequestThreads:
             tenants: all tenants, with their weights.
             cpu_seconds: maximum CPU time of one piece of work.
         """
-        self._pool = FairThreads(NUM_THREADS, {tenant.name: tenant.weight for tenant in tenants})
+        self._pool = FairThreads(NUM_THREADS)
         self._admission = admission
-        self._cpu_seconds = cpu_seconds
+        self.configure(tenants, cpu_seconds)
         self._work: set[Future[Any]] = set()
         """Queued or running work, including work whose caller was cancelled."""
         self._awaited: dict[asyncio.Future[Any], str] = {}
@@ -217,6 +218,11 @@ class RequestThreads:
                 return function(*args, **kwargs)
 
         return limited
+
+    def configure(self, tenants: Iterable[Tenant], cpu_seconds: float) -> None:
+        """Changes weights and the limit, for work that comes from now on."""
+        self._pool.weights = {tenant.name: tenant.weight for tenant in tenants}
+        self._cpu_seconds = cpu_seconds
 
     def _closing(self) -> ApiError:
         return self._admission.unavailable("the server ended this request before it was read")

@@ -39,7 +39,7 @@ from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import StreamForm, event, open_stream
 from kvmosaic.server.generation.tool_answers import ToolAnswers, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.json_body import route_class
 from kvmosaic.server.tenants import Tenant, current_tenant
 
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
@@ -64,7 +64,7 @@ FORM = StreamForm(waiting=_PING, error=_error_event)
 
 def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
     """Returns the routes."""
-    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
+    routes = APIRouter(route_class=route_class(strict=sources.settings.strict), tags=["answers"])
 
     @routes.post(
         MESSAGES_ROUTE,

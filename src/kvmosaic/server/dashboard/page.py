@@ -43,10 +43,11 @@ class Markup:
     def read(cls) -> Markup:
         """Reads the file from the package; the policy allows script and style by their hashes."""
         text = files("kvmosaic.server.dashboard").joinpath("page.html").read_text(encoding="utf-8")
-        return cls(text, POLICY.format(script=_hash_of("script", text), style=_hash_of("style", text)))
+        return cls(text, POLICY.format(script=hash_of("script", text), style=hash_of("style", text)))
 
 
-def _hash_of(element: str, text: str) -> str:
+def hash_of(element: str, text: str) -> str:
+    """Returns the source of the one element of this kind without attributes, for a Content-Security-Policy."""
     contents = re.findall(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
     assert len(contents) == 1, f"one <{element}> without attributes, or the policy does not fit"
     return f"'sha256-{b64encode(sha256(contents[0].encode()).digest()).decode()}'"

@@ -21,6 +21,7 @@ from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.prompts import EncodedPrompt
 from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.server.generation.usage import UsageTotals
+from kvmosaic.server.json_body import warnings_of
 from kvmosaic.server.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class GenerationRequest:
     chunk_context: ChunkContext | None = None
     trace: RequestTrace | None = None
     """Its trace, if it is sampled."""
+    warnings: tuple[str, ...] = ()
+    """About its body."""
 
     @classmethod
     def by(
@@ -78,13 +81,14 @@ class GenerationRequest:
             position_strategy=body.position_strategy,
             chunk_context=body.chunk_context,
             trace=trace,
+            warnings=warnings_of(request),
         )
 
     def tally(self) -> UsageTotals:
         """Returns an empty usage count."""
         ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
         notes = [composed.notes for composed in self.prompts]
-        return UsageTotals([composed.prompt.num_tokens for composed in self.prompts], ids, notes)
+        return UsageTotals([composed.prompt.num_tokens for composed in self.prompts], ids, notes, self.warnings)
 
     def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
         """Returns the index of a choice among all choices of the reply."""

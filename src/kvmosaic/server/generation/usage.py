@@ -18,10 +18,12 @@ _EXACT = ("system", "plain")
 
 
 class PromptTokensDetails(Reply):
-    """Where the prompt's tokens came from; the three add up to `prompt_tokens`."""
+    """Where the prompt's tokens came from; cached and recomputed ones add up to `prompt_tokens`."""
 
-    cached_tokens: Annotated[int, Field(description="Reused as an exact prefix: the system text, or a plain prompt.")]
-    composed_tokens: Annotated[int, Field(description="Reused in documents, or after them.")]
+    cached_tokens: Annotated[int, Field(description="Read from the cache, in documents as well.")]
+    composed_tokens: Annotated[
+        int, Field(description="Of these, those in documents or after them; the others are an exact prefix.")
+    ]
     recomputed_tokens: Annotated[int, Field(description="Computed for this request.")]
 
 
@@ -82,6 +84,9 @@ class ReplyReport(Reply):
             default_factory=list, description="What to set or send, where reuse is lost again and again; usually empty."
         ),
     ]
+    warnings: Annotated[
+        list[str], Field(default_factory=list, description="Fields of the request that were ignored; usually empty.")
+    ]
     repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 
 
@@ -93,8 +98,13 @@ class UsageTotals:
         num_prompt_tokens: Sequence[int],
         document_ids: frozenset[str],
         notes: Sequence[Mapping[int, str]] = (),
+        warnings: Sequence[str] = (),
     ) -> None:
-        """Creates a count from the tokens of each prompt, names that are ids, and notes by prompt and segment."""
+        """Creates a count from the tokens of each prompt, names that are ids, and notes by prompt and segment.
+
+        `warnings` are about the body of the request.
+        """
+        self._warnings = warnings
         self._num_prompt_tokens = list(num_prompt_tokens)
         self._document_ids = document_ids
         self._notes = dict(enumerate(notes))
@@ -121,7 +131,7 @@ class UsageTotals:
         exact = sum(segment.reused_tokens for segment in segments if segment.kind in _EXACT)
         reused = sum(segment.reused_tokens for segment in segments)
         numbers.prompt_tokens_details = PromptTokensDetails(
-            cached_tokens=exact, composed_tokens=reused - exact, recomputed_tokens=num_prompt - reused
+            cached_tokens=reused, composed_tokens=reused - exact, recomputed_tokens=num_prompt - reused
         )
         return numbers
 
@@ -141,6 +151,7 @@ class UsageTotals:
             documents=[segment for segment in segments if segment.kind == "chunk"],
             segments=segments,
             advice=list(dict.fromkeys(said for index in sorted(self._reuse) for said in self._reuse[index].advice)),
+            warnings=list(self._warnings),
             repair=_repair([reuse.repair for reuse in self._reuse.values() if reuse.repair is not None]),
         )
 

@@ -14,8 +14,8 @@ from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.access import Tenants, authorization_of
 
-OPEN_PATHS = frozenset({*PROBES, "/"})
-"""Paths that need no key: the probes, and the dashboard's page, which holds no data."""
+OPEN_PATHS = frozenset({*PROBES, "/", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
+"""Paths that need no key: the probes, the dashboard's page and that of the API, which hold no data."""
 READING = frozenset({"GET", "HEAD"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 

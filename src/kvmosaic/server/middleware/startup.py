@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmosaic.server.errors import ApiError, reply_of_error
+from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.tenants.access import Tenants, authorization_of
@@ -70,7 +71,7 @@ class StartupMiddleware:
     """ASGI app that listens from the start: alive, not ready, and delegating to the app once opened."""
 
     def __init__(self) -> None:
-        self._app: ASGIApp = ResponseHeadersMiddleware(_answer_while_loading)
+        self._app: ASGIApp = ResponseHeadersMiddleware(AccessLogMiddleware(_answer_while_loading))
         self._throttle = Throttle()
         self._tenants: Tenants | None = None
 

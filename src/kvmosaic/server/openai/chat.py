@@ -27,7 +27,7 @@ from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import DONE, event, open_stream
 from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.replies import (
@@ -52,7 +52,7 @@ ROUTE = "/v1/chat/completions"
 
 def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
+    routes = APIRouter(route_class=route_class(strict=sources.settings.strict), tags=["answers"])
     token_bytes = TokenBytes(sources.tokenizer)
 
     @routes.post(

@@ -29,7 +29,7 @@ from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, ser
 from kvmosaic.server.generation.sampling_fields import Defaults, prepared
 from kvmosaic.server.generation.sse import DONE, event, open_stream
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
 from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
 from kvmosaic.server.openai.request_fields import (
@@ -126,7 +126,7 @@ class CompletionRequest(SharedFields):
 
 def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
+    routes = APIRouter(route_class=route_class(strict=sources.settings.strict), tags=["answers"])
 
     @routes.post(
         ROUTE,

@@ -175,7 +175,7 @@ class OutputMessage(Reply):
 
 
 class InputTokensDetails(Reply):
-    """Where the prompt's tokens came from; those reused, composed and recomputed add up to `input_tokens`."""
+    """Where the prompt's tokens came from; cached and recomputed ones add up to `input_tokens`."""
 
     cached_tokens: int
     composed_tokens: int

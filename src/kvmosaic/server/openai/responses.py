@@ -28,7 +28,7 @@ from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, cha
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.sse import event, open_stream
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
 from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.response_schemas import (
@@ -49,7 +49,7 @@ ROUTE = "/v1/responses"
 
 def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
     """Returns the route."""
-    routes = APIRouter(route_class=ParsedRoute, tags=["answers"])
+    routes = APIRouter(route_class=route_class(strict=sources.settings.strict), tags=["answers"])
     token_bytes = TokenBytes(sources.tokenizer)
 
     @routes.post(

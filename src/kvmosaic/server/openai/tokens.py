@@ -16,7 +16,7 @@ from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
-from kvmosaic.server.json_body import ParsedRoute
+from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import Tenant, current_tenant
@@ -93,7 +93,7 @@ TokenizeRequest = Annotated[
 
 def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
     """Returns the routes."""
-    routes = APIRouter(route_class=ParsedRoute, tags=["tokens"])
+    routes = APIRouter(route_class=route_class(strict=sources.settings.strict), tags=["tokens"])
 
     @routes.post("/tokenize", response_model=Tokenized, responses=error_replies())
     async def tokenize(

@@ -48,7 +48,7 @@ def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
         ssl_certfile=_path(settings.ssl_certfile),
         log_config=None,
         log_level=None,
-        access_log=settings.uvicorn_log_level in ("info", "debug", "trace"),
+        access_log=False,  # ours has the id of a request, how long it took, and why it was refused
         lifespan="off",
         ws="none",
         server_header=False,

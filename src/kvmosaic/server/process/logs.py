@@ -1,44 +1,55 @@
-"""Logging of the server process: one line per event, on standard error."""
+"""Logging of the server process: one line per event, on standard error, as text or JSON."""
 
 from __future__ import annotations
 
+import json
 import logging.config
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
-_LEVELS = {"trace": 5}
+LogFormat = Literal["text", "json"]
+FIELDS = "fields"
+"""Attribute of a log record: values by name, which a line of JSON has beside the message."""
 PROBES = ("/livez", "/readyz", "/health")
 """Probe paths that an orchestrator polls."""
+_LEVELS = {"trace": 5}
 
 
-class NoProbes(logging.Filter):
-    """Log filter that drops the probes an orchestrator sends every few seconds."""
+class JSONFormatter(logging.Formatter):
+    """Formats a record as one JSON object: time, level, logger, message, its fields, and a traceback if it has one."""
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log a line of uvicorn's access log, made of (client, method, address, version, status)."""
-        address = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else None
-        return not (isinstance(address, str) and address.partition("?")[0].endswith(PROBES))
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
-def set_up_logs(level: str) -> None:
+def set_up_logs(level: str, log_format: LogFormat = "text") -> None:
     """Sends our messages and uvicorn's to standard error; "info" has a line per request, but none for probes."""
     number = _LEVELS.get(level) or logging.getLevelNamesMapping()[level.upper()]
     # uvicorn's start and stop messages would repeat ours
     quiet = max(number, logging.WARNING) if level == "info" else number
-    handler: dict[str, Any] = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
+    handler: dict[str, Any] = {"class": "logging.StreamHandler", "formatter": log_format, "stream": "ext://sys.stderr"}
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
-            "filters": {"probes": {"()": NoProbes}},
+            "formatters": {
+                "text": {"format": "%(asctime)s %(levelname)s %(message)s"},
+                "json": {"()": JSONFormatter},
+            },
             "handlers": {"stderr": handler},
             "loggers": {
-                name: {"handlers": ["stderr"], "level": chosen, "filters": filters, "propagate": False}
-                for name, chosen, filters in (
-                    ("kvmosaic", number, []),
-                    ("uvicorn", quiet, []),
-                    ("uvicorn.access", number, ["probes"] if number >= logging.INFO else []),
-                )
+                name: {"handlers": ["stderr"], "level": chosen, "propagate": False}
+                for name, chosen in (("kvmosaic", number), ("uvicorn", quiet))
             },
         }
     )

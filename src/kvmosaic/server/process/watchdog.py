@@ -22,15 +22,17 @@ from types import TracebackType
 MAX_BEATS = 90
 """Maximum seconds by which a stopping server may extend its deadline; writing to the tiers takes less."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOAD_SIGNAL = getattr(signal, "SIGHUP", None)
+"""None where the system has no such signal."""
 
 logger = logging.getLogger("kvmosaic.server")
 
 
 class Watchdog:
-    """Calls back on the event loop on a stop signal, and kills the process if it then takes too long.
+    """Calls back on the event loop on a signal to stop or to reload, and kills the process if it then takes too long.
 
     with Watchdog(seconds=40) as watchdog:
-        watchdog.listen(on_signal)        # inside of a running event loop
+        watchdog.listen(stop, reload)     # inside of a running event loop
     """
 
     def __init__(self, seconds: float) -> None:
@@ -44,6 +46,8 @@ class Watchdog:
         self._ours.setblocking(False)
         self._interpreters.setblocking(False)
         self._handlers = {number: signal.signal(number, _to_the_socket) for number in STOP_SIGNALS}
+        if RELOAD_SIGNAL is not None and signal.getsignal(RELOAD_SIGNAL) is not signal.SIG_IGN:  # as with nohup
+            self._handlers[RELOAD_SIGNAL] = signal.signal(RELOAD_SIGNAL, _to_the_socket)
         self._before = signal.set_wakeup_fd(self._interpreters.fileno(), warn_on_full_buffer=False)
         self._start()
         return self
@@ -61,17 +65,19 @@ class Watchdog:
         self._ours.close()
         self._interpreters.close()
 
-    def listen(self, stop: Callable[[int], None]) -> None:
-        """Calls `stop` on the running event loop with the number of every stop signal."""
-        asyncio.get_running_loop().add_reader(self._ours, self._read, stop)
+    def listen(self, stop: Callable[[int], None], reload: Callable[[], None]) -> None:
+        """Calls `stop` on the running event loop with the number of every stop signal, and `reload` at SIGHUP."""
+        asyncio.get_running_loop().add_reader(self._ours, self._read, stop, reload)
 
     def ignore(self) -> None:
         """Reverts `listen`."""
         asyncio.get_running_loop().remove_reader(self._ours)
 
-    def _read(self, stop: Callable[[int], None]) -> None:
+    def _read(self, stop: Callable[[int], None], reload: Callable[[], None]) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in self._ours.recv(64):
+                if number == RELOAD_SIGNAL:
+                    reload()
                 if number in STOP_SIGNALS:
                     self._beat(int(self._seconds) + MAX_BEATS)
                     stop(number)

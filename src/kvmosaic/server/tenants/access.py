@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from kvmosaic.cache import DEFAULT_TENANT
+from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
 
@@ -58,6 +59,18 @@ class Tenants:
     def needs_key(self) -> bool:
         """Whether a request without a key is refused."""
         return bool(self._keys)
+
+    def replace(self, keys: Iterable[AccessKey]) -> None:
+        """Takes other keys from now on; requests in progress keep their tenant.
+
+        Raises:
+            InvalidConfig: without any key where there were some, or the reverse, which changes what is checked besides.
+        """
+        new = tuple(keys)
+        if bool(new) != self.needs_key:
+            change = "removed" if self.needs_key else "added"
+            raise InvalidConfig(f"all keys were {change}, which needs a restart")
+        self._keys = new
 
     def __iter__(self) -> Iterator[Tenant]:
         """Yields all tenants, each once."""

@@ -34,7 +34,7 @@ def with_report(answer: dict[str, Any], take: TakeReport) -> bool:
 
 
 def _add_details(usage: Any, report: Report) -> None:
-    """Splits the prompt tokens in the usage as our own server does: prefix hits, document hits, computed."""
+    """Splits the prompt tokens in the usage as our own server does: cached, of these in documents, computed."""
     totals = report.get("totals")
     if not isinstance(usage, dict) or not isinstance(totals, dict) or not all(name in totals for name in _DETAILS):
         return

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.threads import MAX_QUOTA_FILE_BYTES, cpu_quota
+from kvmosaic.container import MAX_QUOTA_FILE_BYTES, cpu_quota, memory_limit
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -47,6 +47,25 @@ def test_tightest_limit_around_the_process_counts(
     tmp_path: Path, groups: str, files: dict[str, str], quota: float | None
 ) -> None:
     assert cpu_quota(tree(tmp_path, groups, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "1073741824\n"}, 2**30),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/pod/box\n", {"pod/box/memory.max": "4096", "pod/memory.max": "2048"}, 2048),
+        ("8:memory:/box\n", {"memory/box/memory.limit_in_bytes": "2048"}, 2048),
+        ("8:memory:/box\n", {"memory/box/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("4:cpu:/\n", {"cpu/memory.max": "2048"}, None),
+        ("0::/\n", {"memory.max": "-1"}, None),
+        ("", {}, None),
+    ],
+)
+def test_smallest_memory_limit_around_the_process_counts(
+    tmp_path: Path, groups: str, files: dict[str, str], limit: int | None
+) -> None:
+    assert memory_limit(tree(tmp_path, groups, files)) == limit
 
 
 @pytest.mark.parametrize(

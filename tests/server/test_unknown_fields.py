@@ -1,0 +1,152 @@
+"""Unknown fields of requests: ignored with a warning, refused if they look like one that matters, or with --strict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from support.server import RunningServer
+
+from kvmosaic.api.unknown_fields import MAX_UNKNOWN
+
+MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
+CHAT = "/v1/chat/completions"
+ROUTES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "Where?", "max_tokens": 2},
+    "/v1/responses": {"input": "Where?", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2, "model": "reader"},
+    "/v1/messages/count_tokens": {"messages": MESSAGES, "model": "reader"},
+    "/tokenize": {"prompt": "Where?"},
+}
+
+
+@pytest.fixture(scope="module")
+def tolerant() -> Iterator[RunningServer]:
+    with RunningServer() as server:
+        yield server
+
+
+def ask(server: RunningServer, path: str = CHAT, **fields: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json={**ROUTES[path], **fields}, timeout=60)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_unknown_field_is_ignored_with_a_warning(tolerant: RunningServer, path: str) -> None:
+    reply = ask(tolerant, path, mirostat_tau=5, provider={"order": ["x"]})
+    assert reply.status_code == 200, reply.text
+    warnings = ["unknown field 'mirostat_tau' was ignored", "unknown field 'provider' was ignored"]
+    assert reply.headers["x-kvmosaic-warning"] == "; ".join(warnings)
+    if "kvmosaic" in reply.json():
+        assert reply.json()["kvmosaic"]["warnings"] == warnings
+    known = ask(tolerant, path)
+    assert "x-kvmosaic-warning" not in known.headers
+    if "kvmosaic" in known.json():
+        assert known.json()["kvmosaic"]["warnings"] == []
+
+
+def test_same_field_in_many_places_is_one_warning(tolerant: RunningServer) -> None:
+    documents = [{"id": f"d{index}", "text": "The ferry goes to Oak Island.", "score": 0.5} for index in range(200)]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Where?", "style": 1}]}]
+    reply = ask(tolerant, documents=documents[:3], messages=messages).json()
+    assert reply["kvmosaic"]["warnings"] == [
+        "unknown field 'messages.*.content.*.style' was ignored",
+        "unknown field 'documents.*.score' was ignored",
+    ]
+    assert len(reply["kvmosaic"]["documents"]) == 3
+    counted = httpx.post(tolerant.url + "/tokenize", json={"messages": messages, "documents": documents}).json()
+    assert counted["count"] > 1_000
+
+
+def test_long_body_is_read_in_the_same_way(tolerant: RunningServer) -> None:
+    long = {"user": "x" * 2**17}
+    reply = ask(tolerant, **long, mirostat=1)
+    assert reply.json()["kvmosaic"]["warnings"] == ["unknown field 'mirostat' was ignored"]
+    reply = ask(tolerant, **long, cache_sal="x")
+    assert reply.status_code == 400 and "did you mean 'cache_salt'?" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "meant"),
+    [
+        ({"document": [{"text": "x"}]}, "document", "documents"),
+        ({"docs": ["x"]}, "docs", "documents"),
+        ({"cacheSalt": "x"}, "cacheSalt", "cache_salt"),
+        ({"salt": "x"}, "salt", "cache_salt"),
+        ({"chunk_contxt": "none"}, "chunk_contxt", "chunk_context"),
+        ({"temprature": 0}, "temprature", "temperature"),
+        ({"tool_choise": "none"}, "tool_choise", "tool_choice"),
+        ({"documents": [{"title": "x", "page_content": "y"}]}, "documents.0.page_content", "text"),
+        ({"documents": ["a", {"id": "x", "Text": "y"}]}, "documents.1.Text", "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cachecontrol": {}}]}]},
+            "messages.0.content.0.cachecontrol",
+            "cache_control",
+        ),
+    ],
+)
+def test_mistyped_field_that_matters_is_refused(
+    tolerant: RunningServer, fields: dict[str, Any], param: str, meant: str
+) -> None:
+    reply = ask(tolerant, **fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"unknown field {param!r}; did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tool_calls_", "repeat_penalty", "guided_json", "stream_tools", "top_a", "models"]
+)
+def test_field_of_another_server_is_not_taken_for_one_of_ours(tolerant: RunningServer, name: str) -> None:
+    assert ask(tolerant, **{name: 1}).status_code == 200
+
+
+def test_other_faults_are_still_refused_and_by_their_own_name(tolerant: RunningServer) -> None:
+    error = ask(tolerant, mirostat=1, max_tokens="x").json()["error"]
+    assert error["param"] == "max_tokens"
+    assert ask(tolerant, mirostat=1, messages="x").json()["error"]["param"] == "messages"
+
+
+def test_number_of_unknown_fields_and_the_length_of_their_names_are_bounded(tolerant: RunningServer) -> None:
+    many = {f"own{index}": 1 for index in range(MAX_UNKNOWN)}
+    reply = ask(tolerant, **many)
+    assert reply.status_code == 200 and len(reply.headers["x-kvmosaic-warning"]) == 2_000
+    reply = ask(tolerant, **many, one_more=1)
+    assert reply.status_code == 400 and "more than 64 different unknown fields" in reply.json()["error"]["message"]
+    reply = ask(tolerant, **{"x" * 10_000: 1, "line\nfeed é": 2})
+    assert reply.status_code == 200
+    assert "x" * 65 not in reply.text and "line\\\\nfeed \\xe9" in reply.headers["x-kvmosaic-warning"]
+
+
+def test_stream_warns_in_its_last_chunk(tolerant: RunningServer) -> None:
+    reply = ask(tolerant, stream=True, mirostat=1)
+    assert "mirostat" in reply.headers["x-kvmosaic-warning"]
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    assert chunks[-1]["kvmosaic"]["warnings"] == ["unknown field 'mirostat' was ignored"]
+
+
+def test_real_clients_with_fields_of_other_servers_are_answered(tolerant: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{tolerant.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model=tolerant.model, messages=MESSAGES, max_tokens=2, extra_body={"route": "fallback"}
+        )
+        assert answer.kvmosaic["warnings"] == ["unknown field 'route' was ignored"]
+    with anthropic.Anthropic(base_url=tolerant.url, api_key="none") as other:
+        message = other.messages.create(
+            model=tolerant.model, messages=MESSAGES, max_tokens=2, extra_body={"context_edit": {}}
+        )
+        assert message.kvmosaic["warnings"] == ["unknown field 'context_edit' was ignored"]
+
+
+def test_strict_server_and_the_document_store_refuse_unknown_fields(tolerant: RunningServer) -> None:
+    stored = httpx.post(tolerant.url + "/v1/documents", json={"text": "x", "mirostat": 1})
+    assert stored.status_code == 400 and stored.json()["error"]["param"] == "mirostat"
+    with RunningServer(strict=True) as strict:
+        for path in ROUTES:
+            reply = ask(strict, path, mirostat=1)
+            assert reply.status_code == 400 and "mirostat" in reply.text
