@@ -104,8 +104,7 @@ class TenantChunks:
             UnknownChunk: no such chunk.
             InvalidConfig: not between 0 and 1.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
-            raise InvalidConfig(f"the priority of chunks must be between 0 and 1, got {priority!r:.80}")
+        check_priority(priority, "chunks")
         chunks = self._chunks.named(name_or_key, salt, tenant)
         for chunk in chunks:
             self._chunks.set_priority(chunk, priority)
@@ -179,3 +178,13 @@ class TenantChunks:
         for chunk in chunks:
             self._chunks.set_pinned(chunk, pinned)
         return len(chunks)
+
+
+def check_priority(priority: object, of: str) -> None:
+    """Checks an eviction priority.
+
+    Raises:
+        InvalidConfig: not a number between 0 and 1.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
+        raise InvalidConfig(f"the priority of {of} must be between 0 and 1, got {priority!r:.80}")

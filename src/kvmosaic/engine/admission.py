@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from kvmosaic.cache import KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
+from kvmosaic.engine.priorities import eviction_priority
 from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, StepBudget
@@ -120,7 +121,8 @@ class Admission:
                 self.fetching.append(sequence)
                 return False
         try:
-            allocation = self._kv_cache.allocate(plan, again=sequence.was_replanned)
+            priority = eviction_priority(sequence.request.priority)
+            allocation = self._kv_cache.allocate(plan, priority=priority, again=sequence.was_replanned)
         except OutOfBlocks as error:
             self.refused.add(sequence)
             if not self._running:
