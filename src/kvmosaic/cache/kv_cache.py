@@ -16,10 +16,10 @@ from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_tree import PrefixTree, RootOrigins, TreeLimits, TreeView
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
-from kvmosaic.cache.tenant_chunks import TenantChunks, check_priority
+from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks
-from kvmosaic.eviction import choose
+from kvmosaic.eviction import check_priority, choose
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 

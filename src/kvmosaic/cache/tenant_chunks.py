@@ -9,6 +9,7 @@ from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key
 from kvmosaic.cache.tenants import TenantUsage
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.eviction import check_priority
 
 MAX_QUOTA_BYTES = 2**50
 
@@ -178,13 +179,3 @@ class TenantChunks:
         for chunk in chunks:
             self._chunks.set_pinned(chunk, pinned)
         return len(chunks)
-
-
-def check_priority(priority: object, of: str) -> None:
-    """Checks an eviction priority.
-
-    Raises:
-        InvalidConfig: not a number between 0 and 1.
-    """
-    if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
-        raise InvalidConfig(f"the priority of {of} must be between 0 and 1, got {priority!r:.80}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 
 from kvmosaic.cache import KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.priorities import eviction_priority
 from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, StepBudget
@@ -121,7 +120,7 @@ class Admission:
                 self.fetching.append(sequence)
                 return False
         try:
-            priority = eviction_priority(sequence.request.priority)
+            priority = sequence.request.eviction_priority
             allocation = self._kv_cache.allocate(plan, priority=priority, again=sequence.was_replanned)
         except OutOfBlocks as error:
             self.refused.add(sequence)

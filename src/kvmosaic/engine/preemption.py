@@ -10,7 +10,6 @@ from typing import Literal
 from kvmosaic.cache import KVCache
 from kvmosaic.cache.allocation import freed_by
 from kvmosaic.config import EngineConfig
-from kvmosaic.engine.priorities import eviction_priority
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import HYSTERESIS, Shares
 from kvmosaic.engine.step import Step
@@ -263,7 +262,7 @@ def preemption_score(sequence: Sequence, now: float) -> float:
 
         score = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
 
-        priority    of the request, see `eviction_priority`
+        priority    of the request, see `Request.eviction_priority`
         progress    computed fraction of its tokens, including the max_tokens of its answer: a sequence that is nearly
                     done soon frees its blocks anyway
         age         since the request arrived
@@ -273,7 +272,7 @@ def preemption_score(sequence: Sequence, now: float) -> float:
     """
     allocation = sequence.allocation
     assert allocation is not None
-    priority = eviction_priority(sequence.request.priority)
+    priority = sequence.request.eviction_priority
     computed = sum(span.num_computed for span in allocation.spans)
     total = sum(span.num_tokens for span in allocation.spans) + sequence.num_tokens_left
     waited = max(now - sequence.request.arrival_time, 0.0)

@@ -42,11 +42,6 @@ def sort_key_of(priority: int, arrival_time: float, aging_seconds: float | None)
     return arrival_time - aging_seconds * priority
 
 
-def eviction_priority(priority: int) -> float:
-    """The priority of a request from 0 to 1, as eviction policies take it: 0 is 0.5, higher ones go towards 1."""
-    return 0.5 + 0.5 * priority / (1 + abs(priority))
-
-
 class TimeSlice:
     """Running time of a sequence since it was last allocated.
 

@@ -1,6 +1,16 @@
 """Eviction policies, by name, and the queue that they order."""
 
-from kvmosaic.eviction.policies import GDSF, LFU, LRU, POLICIES, Candidate, EvictionPolicy, Priority, choose
+from kvmosaic.eviction.policies import (
+    GDSF,
+    LFU,
+    LRU,
+    POLICIES,
+    Candidate,
+    EvictionPolicy,
+    Priority,
+    check_priority,
+    choose,
+)
 from kvmosaic.eviction.queue import Evictable, EvictionQueue
 
 __all__ = [
@@ -13,5 +23,6 @@ __all__ = [
     "EvictionPolicy",
     "EvictionQueue",
     "Priority",
+    "check_priority",
     "choose",
 ]

@@ -152,3 +152,13 @@ def choose(policy: str | EvictionPolicy) -> EvictionPolicy:
             f"eviction is {policy!r}; give a name or an object with a name and a method rank(candidate)"
         )
     return policy
+
+
+def check_priority(priority: object, of: str) -> None:
+    """Checks an eviction priority.
+
+    Raises:
+        InvalidConfig: not a number between 0 and 1.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
+        raise InvalidConfig(f"the priority of {of} must be between 0 and 1, got {priority!r:.80}")
