@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -143,6 +145,8 @@ def test_tensors_and_lists_say_the_same_and_decode_is_the_default() -> None:
     tables = torch.tensor([[3, 1, -1], [3, 5, 0]], dtype=torch.int32)
     output = paged_attention(batch.query, batch.key_cache, batch.value_cache, tables, torch.tensor([6, 9]))
     assert torch.equal(output, batch.attend())
+    rows = [np.array([3, 1]), array("i", [3, 5, 0])]
+    assert torch.equal(output, paged_attention(batch.query, batch.key_cache, batch.value_cache, rows, np.array([6, 9])))
 
 
 def test_it_writes_nothing_and_copies_nothing_of_the_cache() -> None:
@@ -170,7 +174,10 @@ def test_runs_that_sequences_share_are_read_once_for_all_of_them() -> None:
             return super().attend(query, key, value, **options)
 
     small(block_tables=[[3, 1], [3, 5, 0]], context_lens=[8, 12]).attend(backend=Counting())
-    assert rows[0] == 2 and len(rows) == 4
+    assert rows == [2, 1, 1, 1]
+    rows.clear()
+    small(block_tables=[[1, 2, 5], [1, 2, 3, 4]], context_lens=[12, 15]).attend(backend=Counting())
+    assert rows == [2, 1, 1], "blocks 1 and 2 once for both, 5, and 3 and 4"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -40,7 +42,7 @@ def paged_attention(
 
         key_cache   block 0 | block 1 | block 2 | block 3 | …      N blocks of P slots
         sequence 0  block_tables [2, 0], context_lens 6            tokens 0 to 3 in block 2, 4 and 5 in block 0
-        sequence 1  block_tables [2, 3], context_lens 7            block 2 is shared, and read once
+        sequence 1  block_tables [2, 3], context_lens 7            a shared prefix, here block 2, is read once
 
     Keys and values are read in place, in any layout whose slots are evenly spaced: [N, P, G, D], or views of it such as
     `cache[:, 0]` of [N, 2, P, G, D] and `cache.transpose(1, 2)` of [N, G, P, D]. Only the newest tokens of sequences
@@ -71,11 +73,16 @@ def paged_attention(
         raise InvalidConfig(f"window must be between 1 and {MAX_CONTEXT} tokens, got {window!r:.80}; None: no window")
     contexts = _numbers("context_lens", context_lens)
     counts = [1] * len(contexts) if query_lens is None else _numbers("query_lens", query_lens)
-    tables = block_tables.tolist() if isinstance(block_tables, Tensor) else block_tables
+    tables = [_listed(table) for table in _listed(block_tables)]
     _check_sequences(query.shape[0], tables, contexts, counts, slots)
     firsts = [0, *accumulate(counts)]
+    readers = Counter(
+        block_id
+        for table, context in zip(tables, contexts, strict=True)
+        for block_id in table[: -(-context // slots.block_size)]
+    )
     groups = [
-        _group(first, count, slots, table, context)
+        _group(first, count, slots, table, context, readers)
         for first, count, table, context in zip(firsts, counts, tables, contexts, strict=False)
     ]
     newest = torch.tensor(
@@ -152,12 +159,16 @@ class _Slots:
         """The slot of a token of a sequence."""
         return table[token // self.block_size] * self.block_stride + token % self.block_size
 
-    def pieces(self, table: Sequence[int], num_tokens: int) -> tuple[Piece, ...]:
-        """The first tokens of a sequence as runs of neighbouring slots."""
+    def pieces(self, table: Sequence[int], num_tokens: int, readers: Counter[int]) -> tuple[Piece, ...]:
+        """The first tokens of a sequence as runs of neighbouring slots.
+
+        A run ends where blocks have another number of readers, so that a prefix that sequences share is one run in all
+        of them.
+        """
         runs: list[tuple[int, int]] = []
-        for first in range(0, num_tokens, self.block_size):
-            slot, count = self.slot(table, first), min(self.block_size, num_tokens - first)
-            if runs and sum(runs[-1]) == slot:
+        for index, block_id in enumerate(table[: -(-num_tokens // self.block_size)]):
+            slot, count = block_id * self.block_stride, min(self.block_size, num_tokens - index * self.block_size)
+            if runs and sum(runs[-1]) == slot and readers[table[index - 1]] == readers[block_id]:
                 runs[-1] = (runs[-1][0], runs[-1][1] + count)
             else:
                 runs.append((slot, count))
@@ -182,13 +193,21 @@ def _slots(blocks: Tensor, block_stride: int) -> Tensor:
     return blocks.as_strided(size, (step, *blocks.stride()[2:]))
 
 
-def _group(first_row: int, num_rows: int, slots: _Slots, table: Sequence[int], context: int) -> RowGroup:
+def _group(
+    first_row: int, num_rows: int, slots: _Slots, table: Sequence[int], context: int, readers: Counter[int]
+) -> RowGroup:
     before = context if num_rows == 1 else context - num_rows
-    return RowGroup(first_row, num_rows, context - num_rows, slots.pieces(table, before), reads_itself=num_rows == 1)
+    pieces = slots.pieces(table, before, readers)
+    return RowGroup(first_row, num_rows, context - num_rows, pieces, reads_itself=num_rows == 1)
+
+
+def _listed(given: Any) -> list[Any]:
+    """A list of a sequence, a tensor or an array of numpy; elements of the latter two are plain numbers."""
+    return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
 def _numbers(name: str, given: Tensor | Sequence[int]) -> list[int]:
-    numbers = given.tolist() if isinstance(given, Tensor) else list(given)
+    numbers = _listed(given)
     if not numbers or not all(type(number) is int and 1 <= number <= MAX_CONTEXT for number in numbers):
         raise InvalidConfig(
             f"{name} must be whole numbers from 1 to {MAX_CONTEXT}, one for each sequence, got {numbers!r:.80}"
