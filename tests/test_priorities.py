@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support.loaded import chatting_llama
+from support.server import loaded_reader
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidPriority, UnknownChunk
@@ -126,3 +127,15 @@ def test_a_priority_that_no_document_can_have_is_refused(llm, priority):
         llm.set_priority("ferry", priority)
     with pytest.raises(UnknownChunk):
         llm.set_priority("mill", 0.5)
+
+
+def test_with_the_policy_priority_answers_of_high_priority_stay_cached_longer() -> None:
+    low, high = list(range(100, 164)), list(range(200, 264))
+    config = ChunkCacheConfig(eviction="priority", chunk_cache_size="1MiB")
+    size = EngineConfig(request_cache_size=16 * 16 * loaded_reader().bytes_per_token(), max_num_seqs=1)
+    with LLM(loaded_reader(), chunk_cache_config=config, engine_config=size, self_check=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        llm.generate([high, low], params, priority=[50, -50])
+        llm.generate([list(range(300, 300 + 12 * 16))], params)  # needs most of the 16 blocks
+        reused = [llm.generate([each], params)[0].reuse.reused_tokens for each in (high, low)]
+    assert reused[0] > reused[1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.attention import BlockKVCache, KVPiece, composed_attention
+    from kvmosaic.attention import BlockKVCache, KVPiece, composed_attention, paged_attention
     from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
     from kvmosaic.engine import AsyncEngine
     from kvmosaic.errors import KVMosaicError
@@ -35,11 +35,12 @@ __all__ = [
     "StructuredOutputs",
     "TierConfig",
     "composed_attention",
+    "paged_attention",
 ]
 
 # Names are imported on first use, so that `import kvmosaic` and the command line's --help stay without torch.
 _HOMES = {
-    "attention": ("BlockKVCache", "KVPiece", "composed_attention"),
+    "attention": ("BlockKVCache", "KVPiece", "composed_attention", "paged_attention"),
     "config": ("ChunkCacheConfig", "EngineConfig", "TierConfig"),
     "engine": ("AsyncEngine",),
     "errors": ("KVMosaicError",),

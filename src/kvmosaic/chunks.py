@@ -6,11 +6,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvmosaic.cache import Chunk
-from kvmosaic.engine import Engine
-from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, UnknownChunk
-from kvmosaic.layout import ChunkContext
+from jaxtyping import Float
+from torch import Tensor
+
+from kvmosaic.attention import Piece
+from kvmosaic.cache import Chunk, Key
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.row_builder import run_reads
+from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, EngineAsleep, InvalidConfig, UnknownChunk
+from kvmosaic.layout import ChunkContext, Span
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
+from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.segment import whole_numbers
 
 MAX_WARMED_TOKENS = 2**22
@@ -28,6 +34,8 @@ class ChunkHandle:
     """Its tokens, its name and, for the strategy `absolute`, its place."""
     was_cached: bool
     """Whether it was a cache hit."""
+    key: Key
+    """Key of its chunk in the cache: that of its tokens, what they saw, and their position."""
 
     @property
     def name(self) -> str | None:
@@ -143,6 +151,55 @@ class ChunkStore:
         """All cached chunks, oldest first."""
         return self._engine.kv_cache.chunks()
 
+    def get_kv(self, handle: ChunkHandle, layer: int) -> tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"]]:
+        """Keys and values of a chunk in one layer, as the model computed them at the chunk's own position.
+
+        They are views of the cache if the chunk's blocks are neighbours, as they usually are, otherwise copies. Views
+        hold what they show while the chunk is cached; pin it, or hold it by a running request. Never write into them.
+
+        Args:
+            handle: of the chunk.
+            layer: number of the layer, from 0.
+
+        Returns:
+            keys [n, G, D], rotated, and values [n, G, Dv]. A latent layer (MLA) has one head, its latent and rotary
+            part, and the values are the latent.
+
+        Raises:
+            UnknownChunk: it is not cached any more, or not complete.
+            InvalidConfig: no such layer.
+            EngineAsleep: the caches are offloaded.
+        """
+        chunk = self._chunk(handle)
+        return self._engine.runner.storages["chunk_cache"].get_kv(layer, chunk.table.runs())
+
+    def pieces(self, handle: ChunkHandle, position: int | None = None) -> tuple[Piece, ...]:
+        """What attention reads of a chunk: runs of neighbouring slots, usually one.
+
+        Args:
+            handle: of the chunk.
+            position: where the reader sees its first token; None: where it was computed.
+
+        Raises:
+            UnknownChunk, EngineAsleep: see `get_kv`.
+            InvalidConfig: a position outside its range.
+        """
+        chunk = self._chunk(handle)
+        if position is None:
+            position = chunk.start
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= MAX_POSITION:
+            raise InvalidConfig(f"a position is a whole number from 0 to {MAX_POSITION}, got {position!r:.80}")
+        return run_reads(Span(handle.segment, chunk.start), chunk.table, position - chunk.start, chunk.num_tokens)
+
+    def _chunk(self, handle: ChunkHandle) -> Chunk:
+        """The complete chunk of a handle."""
+        if self._engine.is_asleep:
+            raise EngineAsleep("the engine sleeps, and its caches are offloaded; wake it first")
+        (chunk,) = self._engine.kv_cache.find_chunks(handle.key, None)
+        if not chunk.is_ready:
+            raise UnknownChunk(f"{handle.segment.label} is still being computed; ask for it when it is complete")
+        return chunk
+
     def pin(self, name: str, *, salt: str = "", tenant: str = "") -> int:
         """Protects the chunks with this name from eviction; returns how many. Raises UnknownChunk."""
         return self._engine.kv_cache.pin(name, salt, tenant)
@@ -215,10 +272,13 @@ class ChunkStore:
         requests = (
             self._engine.add_warm_up(prompt, position_strategy=strategy, chunk_context=context) for prompt in prompts
         )
-        return [
-            ChunkHandle(request.prompt.chunks[0], was_cached=request.reuse.segments[-1].reused_tokens > 0)
-            for request in self._engine.run(requests, progress)
-        ]
+        return [self._handle(request) for request in self._engine.run(requests, progress)]
+
+    def _handle(self, request: Request) -> ChunkHandle:
+        """The handle of a finished warm-up of one chunk."""
+        prompt = request.prompt
+        plan = self._engine.kv_cache.plan(request.layout, prompt.salt, prompt.tenant)
+        return ChunkHandle(prompt.chunks[0], request.reuse.segments[-1].reused_tokens > 0, plan.spans[-1].key)
 
 
 _Warmed = tuple[Prompt, str | None, ChunkContext | None]

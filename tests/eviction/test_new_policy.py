@@ -14,9 +14,9 @@ from kvmosaic.server.read import read_settings
 
 
 class DearestPerByte:
-    """GDSF without aging: what costs least to compute again, per byte and hit, is evicted first."""
+    """What costs least to compute again, per byte and hit, is evicted first, however long ago it was used."""
 
-    name = "gdsf"
+    name = "dearest"
 
     def rank(self, candidate: Candidate) -> float:
         return (1 + candidate.hits) * candidate.compute_seconds / candidate.num_bytes
@@ -24,21 +24,21 @@ class DearestPerByte:
 
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(POLICIES, "gdsf", DearestPerByte)
-    return "gdsf"
+    monkeypatch.setitem(POLICIES, "dearest", DearestPerByte)
+    return "dearest"
 
 
 def test_configuration_and_server_offer_it(policy: str) -> None:
     assert ChunkCacheConfig(eviction=policy).eviction == policy
     assert read_settings({"eviction": policy}).llm_config().chunk_cache.eviction == policy
     for refused in (lambda: ChunkCacheConfig(eviction="fifo"), lambda: read_settings({"eviction": "fifo"})):
-        with pytest.raises(InvalidConfig, match="gdsf"):
+        with pytest.raises(InvalidConfig, match="dearest"):
             refused()
 
 
 def test_it_is_absent_elsewhere() -> None:
-    with pytest.raises(InvalidConfig, match="'lru', 'lfu' or 'priority'"):
-        read_settings({"eviction": "gdsf"})
+    with pytest.raises(InvalidConfig, match="'lru', 'lfu', 'gdsf' or 'priority'"):
+        read_settings({"eviction": "dearest"})
 
 
 def test_it_knows_hits_compute_time_and_bytes(policy: str) -> None:

@@ -66,7 +66,7 @@ def test_a_policy_is_chosen_by_name_or_given_as_an_instance(name):
 
 
 def test_unknown_policies_are_refused_with_the_names_there_are():
-    with pytest.raises(InvalidConfig, match="'lru' or 'lfu' or 'priority'"):
+    with pytest.raises(InvalidConfig, match="'lru' or 'lfu' or 'gdsf' or 'priority'"):
         choose("fifo")
     with pytest.raises(InvalidConfig, match="rank"):
         choose(42)

@@ -24,3 +24,10 @@ def test_documents_in_another_order_give_the_same_answer(capsys: pytest.CaptureF
     first, second = runpy.run_path(str(FOLDER / "handles.py"))["answers"]
     assert first == second != ""
     assert "+" in capsys.readouterr().out, "a plan shows a moved document"
+
+
+def test_engine_of_the_parts_computes_what_a_dense_forward_does(capsys: pytest.CaptureFixture[str]) -> None:
+    matches = runpy.run_path(str(FOLDER / "block_manager.py"))["matches"]
+    assert len(matches) == 24 and all(matches)
+    said = capsys.readouterr().out
+    assert "11 tokens: 8 reused, 3 to compute" in said and "is shared: copied to block" in said

@@ -29,6 +29,20 @@ def test_a_run_is_a_view_of_what_was_written():
     assert torch.equal(key[0], keys[4]), "a view sees later writes"
 
 
+def test_several_runs_are_copied_and_one_is_a_view():
+    blocks = storage()
+    keys, values = torch.randn(24, 2, 4), torch.randn(24, 2, 3)
+    blocks.write(0, slice(0, 24), keys, values)
+    for layer in (0, 2):
+        key, value = blocks.get_kv(layer, [(4, 3), (16, 8)])
+        assert torch.equal(key, torch.cat([keys[4:7], keys[16:]])) and torch.equal(value[3:], values[16:])
+        key, _ = blocks.get_kv(layer, [(4, 3)])
+        assert key.data_ptr() == blocks.run(0, 4, 3)[0].data_ptr()
+    for layer, runs, message in ((3, [(0, 1)], "layers 0 to 2"), (0, [], "no runs")):
+        with pytest.raises(InvalidConfig, match=message):
+            blocks.get_kv(layer, runs)
+
+
 def test_latent_values_are_the_front_of_the_keys():
     blocks = storage()
     keys = torch.randn(2, 1, 4)

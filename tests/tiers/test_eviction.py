@@ -93,7 +93,7 @@ def test_policy_of_ones_own_is_an_object(tmp_path: Path) -> None:
 
 
 def test_policy_by_name_is_offered_by_tiers(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    with pytest.raises(InvalidConfig, match="choose 'lru' or 'lfu' or 'priority'"):
+    with pytest.raises(InvalidConfig, match="choose 'lru' or 'lfu' or 'gdsf' or 'priority'"):
         open_tier(with_policy(url, "largest"))
     monkeypatch.setitem(POLICIES, "largest", LargestFirst)
     tier = open_tier(with_policy(url, "largest"))
@@ -165,3 +165,17 @@ def test_index_agrees_with_a_sorted_list(name: str, calls: list[tuple[str, Key, 
         index.check_invariants()
         assert index.num_bytes == sum(size for size, *_ in records.values())
     assert set(index) == set(records)
+
+
+def test_gdsf_keeps_small_entries_and_evicts_in_the_end_what_is_not_used_any_more(url: str) -> None:
+    tier = open_tier(with_policy(url, "gdsf"))
+    for key, size in ((A, 150), (B, 50), (C, 100)):
+        tier.put_many({key: bytes(size)}, Deadline())
+    tier.put_many({D: bytes(100)}, Deadline())
+    assert present(tier) == {B, C, D}, "A was the largest"
+    for _ in range(3):
+        tier.get_many([B], Deadline())
+    for key in KEYS[4:] * 20:
+        tier.put_many({key: bytes(100)}, Deadline())
+        tier.get_many([key], Deadline())
+    assert B not in present(tier)

@@ -5,6 +5,7 @@ from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
+from kvmosaic.attention.paged import paged_attention
 from kvmosaic.attention.reads import (
     ORDINARY_ROWS,
     AttentionObserver,
@@ -44,6 +45,7 @@ __all__ = [
     "choose_backend",
     "composed_attention",
     "merge_partials",
+    "paged_attention",
     "plan_reads",
     "sink_distance",
 ]

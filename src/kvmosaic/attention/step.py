@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -29,12 +30,26 @@ _MAX_SCORES = 1 << 24
 """Max scores written out at once, which bounds the memory of a long question over a long chunk."""
 
 
+@runtime_checkable
+class KVSlots(Protocol):
+    """Stored keys and values of one pool, read by slot; `BlockStorage` is one."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+
+    def run(
+        self, layer_index: int, first_slot: int, num_tokens: int
+    ) -> tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"]]:
+        """Views of a run of slots: keys [num_tokens, G, D] and values [num_tokens, G, Dv]."""
+
+
 def watch_group(
     group: RowGroup,
     call: AttentionCall,
     lse: Float[Tensor, "T H"],
     layer: LayerSpec,
-    storages: Mapping[PoolName, BlockStorage],
+    storages: Mapping[PoolName, KVSlots],
 ) -> None:
     """Reports to a group's observer the share of attention on every key of a chunk, in one layer.
 
@@ -99,7 +114,7 @@ class StepAttention:
     def __init__(
         self,
         layers: Sequence[LayerSpec],
-        storages: Mapping[PoolName, BlockStorage],
+        storages: Mapping[PoolName, KVSlots],
         groups: Sequence[RowGroup],
         writes: Sequence[Write],
         backend: AttentionBackend,
@@ -126,7 +141,9 @@ class StepAttention:
         index = call.layer_index
         self.num_calls += 1
         for write in self._writes:
-            self._storages[write.pool].write(index, write.slots, call.key[write.rows], call.value[write.rows])
+            storage = self._storages[write.pool]
+            assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
+            storage.write(index, write.slots, call.key[write.rows], call.value[write.rows])
         layer = self._layers[index]
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
@@ -217,7 +234,7 @@ class StepAttention:
         """The pools that the calls of a layer may read."""
         pools: dict[PoolName | None, tuple[Tensor, Tensor]] = {None: (call.key, call.value)}
         for name, storage in self._storages.items():
-            pools[name] = storage.run(call.layer_index, 0, storage.num_blocks * storage.block_size)
+            pools[name] = storage.run(call.layer_index, 0, storage.num_slots)
         return pools
 
     def _reader(self, backend: LayerBackend, mask: MaskSpec, plan: ReadPlan) -> PlanReader:

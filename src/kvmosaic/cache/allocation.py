@@ -12,7 +12,7 @@ from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.prefix_entry import PrefixEntry
+from kvmosaic.cache.prefix_entry import Holder, PrefixEntry
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 
@@ -150,6 +150,14 @@ class Allocation:
     is_released: bool = False
     is_forgotten: bool = False
     """A step with it failed: only `release` is allowed."""
+    priority: float = 0.5
+    """Priority of its blocks in the prefix cache, 0 to 1, for the eviction policy `priority`."""
+
+    @property
+    def holder(self) -> Holder:
+        """What an eviction policy knows of this sequence when it releases its blocks."""
+        num_computed = sum(span.num_computed for span in self.spans)
+        return Holder(self.priority, num_computed / max(sum(span.num_tokens for span in self.spans), 1))
 
     @property
     def last(self) -> SpanAllocation:

@@ -66,6 +66,7 @@ class ChunkIndex:
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
         self._policy = policy
+        self._evicted_rank = 0.0
         self._accounts: dict[str, TenantAccount] = {}
         self._changed: set[str] = set()
         self._chunks: dict[Key, Chunk] = {}
@@ -230,6 +231,8 @@ class ChunkIndex:
     def evict(self, chunk: Chunk) -> None:
         """Evicts an unreferenced chunk."""
         assert chunk.ref_count == 0 and chunk.is_ready and not chunk.pinned
+        if chunk.queue_entry is not None:
+            self._evicted_rank = max(self._evicted_rank, chunk.queue_entry[0])
         try:
             self.on_evict(chunk)
         finally:  # an interrupt during the copy must not leave it indexed, but not queued
@@ -363,6 +366,7 @@ class ChunkIndex:
                 chunk.hits,
                 chunk.compute_ms / 1e3,
                 chunk.num_blocks * self.bytes_per_block,
+                self._evicted_rank,
             )
             chunk.queue_entry = (self._policy.rank(candidate), next(self._numbers), chunk)
             for account in self._both(chunk):

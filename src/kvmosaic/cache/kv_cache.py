@@ -19,7 +19,7 @@ from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snaps
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks
-from kvmosaic.eviction import choose
+from kvmosaic.eviction import check_priority, choose
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 
@@ -89,7 +89,7 @@ class KVCache(TenantChunks):
         """Finds what would be reused, computed or waited for. Changes only the number and time of lookups."""
         return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
 
-    def allocate(self, plan: Plan, *, again: bool = False) -> Allocation:
+    def allocate(self, plan: Plan, *, priority: float = 0.5, again: bool = False) -> Allocation:
         """Acquires everything that is reused and allocates everything else; all of it or nothing.
 
         The plan is revalidated: what was evicted since is computed, what was cached since is reused. Carry out the
@@ -97,21 +97,25 @@ class KVCache(TenantChunks):
 
         Args:
             plan: what to allocate.
+            priority: of the sequence, 0 to 1: how long the policy `priority` keeps its blocks outside chunks.
             again: whether the prompt was allocated before, in another layout: its hits are not counted twice.
 
         Raises:
+            InvalidConfig: a priority outside its range.
             OutOfBlocks: running requests hold too many blocks now; retry when one has ended. QuotaInUse: they are of
                 this tenant and fill its quota.
             ChunkCacheFull: the prompt's chunks can never fit next to the pinned ones. QuotaExceeded: in the quota.
             RequestTooLarge: the rest of the prompt can never fit.
         """
         started = self._clock()
+        check_priority(priority, "a sequence")
         found = self._lookup.revalidate(plan)
         if found is None:
             plan = self.plan(plan.layout, plan.salt, plan.tenant)
             found = self._lookup.revalidate(plan)
             assert found is not None, "a new plan passes over keys that are taken"
         allocation = self._allocator.allocate(plan, found, self._chain(plan.salt, plan.tenant), again=again)
+        allocation.priority = priority
         self._origins.note(plan)
         if allocation.copies:
             allocation.last.computed_step = self._step  # it is written with everything else of the step
@@ -244,7 +248,7 @@ class KVCache(TenantChunks):
         span.computed -= count * size
         span.is_unregistrable = True
         if first * size + span.num_left >= len(span.entries) * size:
-            self._prefix.release(span.entries[first:])
+            self._prefix.release(span.entries[first:], allocation.holder)
             del span.entries[first:]
 
     def skip_tokens(self, allocation: Allocation, num_tokens: int) -> None:
@@ -275,7 +279,14 @@ class KVCache(TenantChunks):
         spans = [span.fork(self._prefix) for span in allocation.spans]
         for chunk in allocation.held_chunks():
             self._chunks.acquire(chunk)
-        return Allocation(allocation.layout, allocation.salt, allocation.tenant, spans, allocation.chain)
+        return Allocation(
+            allocation.layout,
+            allocation.salt,
+            allocation.tenant,
+            spans,
+            allocation.chain,
+            priority=allocation.priority,
+        )
 
     def release(self, allocation: Allocation) -> None:
         """Releases everything; a second call does nothing.
@@ -290,10 +301,11 @@ class KVCache(TenantChunks):
         is_written = last.computed_step != self._prefix.unwritten_step or last.computed_step < 0
         if self._prefix_caching and is_written and last.chunk is None and not allocation.is_stale:
             last.register_tail(self._prefix, allocation.chain, self._step)
+        holder = allocation.holder
         for span in allocation.spans:
             if span.chunk is None:
                 span.table.release()
-                self._prefix.release(span.entries)
+                self._prefix.release(span.entries, holder)
             elif span.is_owner and not span.chunk.is_ready:
                 self._chunks.abandon(span.chunk)
         for chunk in allocation.held_chunks():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.prefix_entry import PrefixEntry, SortedChildren, num_alike, unpacked
+from kvmosaic.cache.prefix_entry import Holder, PrefixEntry, SortedChildren, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 MIN_FIRST_TOKENS = 8
@@ -63,6 +63,7 @@ class PrefixCache:
         """Tails that a block of the step being assembled extends."""
         self._queue: EvictionQueue[PrefixEntry] = EvictionQueue()
         self._policy = policy
+        self._evicted_rank = 0.0
         self._numbers = itertools.count()
         self._clock = clock
         self._verify = verify
@@ -140,13 +141,19 @@ class PrefixCache:
             entry.ref_count += 1
             entry.last_used = now
 
-    def release(self, entries: Iterable[PrefixEntry]) -> None:
-        """Removes a reference from each entry; unreferenced ones may be evicted from now on."""
+    def release(self, entries: Iterable[PrefixEntry], holder: Holder | None = None) -> None:
+        """Removes a reference from each entry; unreferenced ones may be evicted from now on.
+
+        Args:
+            entries: what is released.
+            holder: the sequence that held them, for the eviction policy; None: the one before.
+        """
         now = self._clock()
         for entry in entries:
             assert entry.ref_count > 0
             entry.ref_count -= 1
             entry.last_used = now
+            entry.last_holder = holder or entry.last_holder
             if entry.ref_count == 0 and not entry.is_dropped:
                 self.num_idle += 1
                 self._enqueue(entry)
@@ -191,6 +198,8 @@ class PrefixCache:
         """Evicts up to `count` unreferenced entries, one block each; returns how many."""
         done = 0
         while done < count and (entry := self._queue.first()) is not None:
+            assert entry.queue_entry is not None
+            self._evicted_rank = max(self._evicted_rank, entry.queue_entry[0])
             self._queue.remove(entry)
             self._forget(entry)
             self.num_idle -= 1
@@ -299,7 +308,13 @@ class PrefixCache:
     def _enqueue(self, entry: PrefixEntry) -> None:
         if entry._children is None:
             candidate = Candidate(
-                entry.last_used, self.pool.block_size, hits=entry.hits, num_bytes=self.bytes_per_block
+                entry.last_used,
+                len(entry.tokens) // TOKEN_BYTES,
+                entry.last_holder.priority,
+                entry.last_holder.progress,
+                entry.hits,
+                num_bytes=self.bytes_per_block,
+                evicted_rank=self._evicted_rank,
             )
             entry.queue_entry = (self._policy.rank(candidate), next(self._numbers), entry)
             self._queue.push(entry)

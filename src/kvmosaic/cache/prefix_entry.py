@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 
 _MAX_IN_A_BUCKET = 1_024
+
+
+class Holder(NamedTuple):
+    """What an eviction policy knows of the sequence that released a block."""
+
+    priority: float = 0.5
+    """Priority of the sequence, 0 to 1."""
+    progress: float = 1.0
+    """Fraction of its tokens that was computed."""
+
+
+_USUAL = Holder()
 
 
 class PrefixEntry:
@@ -20,6 +33,7 @@ class PrefixEntry:
         "hits",
         "is_dropped",
         "key",
+        "last_holder",
         "last_used",
         "parent",
         "queue_entry",
@@ -45,6 +59,8 @@ class PrefixEntry:
         self.step = step
         """The step that computes its last token."""
         self.last_used = 0.0
+        self.last_holder = _USUAL
+        """The sequence that released it last."""
         self.queue_entry: tuple[float, int, PrefixEntry] | None = None
         self.is_dropped = False
         """Not in the index any more: evicted, or registered by a step that failed."""

@@ -9,6 +9,7 @@ from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key
 from kvmosaic.cache.tenants import TenantUsage
 from kvmosaic.errors import ChunkInUse, InvalidConfig
+from kvmosaic.eviction import check_priority
 
 MAX_QUOTA_BYTES = 2**50
 
@@ -121,8 +122,7 @@ class TenantChunks:
             UnknownChunk: no such chunk.
             InvalidConfig: not between 0 and 1.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
-            raise InvalidConfig(f"the priority of chunks must be between 0 and 1, got {priority!r:.80}")
+        check_priority(priority, "chunks")
         chunks = self._chunks.named(name_or_key, salt, tenant)
         for chunk in chunks:
             self._chunks.set_priority(chunk, priority)

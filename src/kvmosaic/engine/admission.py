@@ -120,7 +120,8 @@ class Admission:
                 self.fetching.append(sequence)
                 return False
         try:
-            allocation = self._kv_cache.allocate(plan, again=sequence.was_replanned)
+            priority = sequence.request.eviction_priority
+            allocation = self._kv_cache.allocate(plan, priority=priority, again=sequence.was_replanned)
         except OutOfBlocks as error:
             self.refused.add(sequence)
             if not self._running:

@@ -29,6 +29,10 @@ class PlacedPrompt:
     """Repair of its chunks, if any."""
     period: Period | None = None
     """When it was placed."""
+    max_positions: int | None = None
+    """Positions of the model, or fewer by the settings; None: no limit."""
+    is_auto: bool = False
+    """Whether the length of the prompt decided on the strategy."""
 
 
 class Placer:
@@ -84,7 +88,9 @@ class Placer:
         planned = repair_of(policy, layout, self._model, has_window=has_window)
         if planned is not None:
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
-        return PlacedPrompt(prompt, layout, window, planned, Period(begin, self._clock()))
+        is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
+        period = Period(begin, self._clock())
+        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto)
 
     def arrange(
         self,

@@ -262,23 +262,22 @@ def preemption_score(sequence: Sequence, now: float) -> float:
 
         score = 0.4 priority + 0.3 progress + 0.2 age - 0.1 size          each from 0 to 1
 
-        priority    of the request: 0 is 0.5, higher ones go towards 1, lower ones towards 0
+        priority    of the request, see `Request.eviction_priority`
         progress    computed fraction of its tokens, including the max_tokens of its answer: a sequence that is nearly
                     done soon frees its blocks anyway
         age         since the request arrived
         size        tokens of question and answer (or of the plain prompt), which a preemption frees
 
-    The eviction policy `priority` has the same weights for chunks. There, age is time without use.
+    The eviction policy `priority` has the same weights for chunks and released blocks. There, age is time without use.
     """
     allocation = sequence.allocation
     assert allocation is not None
-    priority = sequence.request.priority
-    wanted = 0.5 + 0.5 * priority / (1 + abs(priority))
+    priority = sequence.request.eviction_priority
     computed = sum(span.num_computed for span in allocation.spans)
     total = sum(span.num_tokens for span in allocation.spans) + sequence.num_tokens_left
     waited = max(now - sequence.request.arrival_time, 0.0)
     size = min(allocation.last.num_tokens / SIZE_TOKENS, 1.0)
-    return 0.4 * wanted + 0.3 * computed / total + 0.2 * waited / (waited + AGE_SECONDS) - 0.1 * size
+    return 0.4 * priority + 0.3 * computed / total + 0.2 * waited / (waited + AGE_SECONDS) - 0.1 * size
 
 
 def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:

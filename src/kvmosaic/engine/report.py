@@ -50,7 +50,9 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
         if (first := window.replay_from(num_tokens)) > window.sink_tokens:
             num_left_out = first - window.head_tokens(num_tokens)
             note += f"; {num_left_out} of those between can change nothing and were not computed"
-    return ReuseReport(tuple(segments), time_to_first_token, composition_of(layout) + note, _repair_use(sequence))
+    placed = sequence.request.placed
+    composition = composition_of(layout, placed.max_positions, is_auto=placed.is_auto) + note
+    return ReuseReport(tuple(segments), time_to_first_token, composition, _repair_use(sequence))
 
 
 def _repair_use(sequence: Sequence) -> RepairUse | None:

@@ -82,6 +82,11 @@ class Request:
         return self.placed.prompt
 
     @property
+    def eviction_priority(self) -> float:
+        """Its priority from 0 to 1, as eviction policies take it: 0 is 0.5, higher ones go towards 1."""
+        return 0.5 + 0.5 * self.priority / (1 + abs(self.priority))
+
+    @property
     def window(self) -> RollingWindow | None:
         """Rolling window over question and answer, if any."""
         return self.placed.window

@@ -1,6 +1,28 @@
 """Eviction policies, by name, and the queue that they order."""
 
-from kvmosaic.eviction.policies import LFU, LRU, POLICIES, Candidate, EvictionPolicy, Priority, choose
+from kvmosaic.eviction.policies import (
+    GDSF,
+    LFU,
+    LRU,
+    POLICIES,
+    Candidate,
+    EvictionPolicy,
+    Priority,
+    check_priority,
+    choose,
+)
 from kvmosaic.eviction.queue import Evictable, EvictionQueue
 
-__all__ = ["LFU", "LRU", "POLICIES", "Candidate", "Evictable", "EvictionPolicy", "EvictionQueue", "Priority", "choose"]
+__all__ = [
+    "GDSF",
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "Candidate",
+    "Evictable",
+    "EvictionPolicy",
+    "EvictionQueue",
+    "Priority",
+    "check_priority",
+    "choose",
+]

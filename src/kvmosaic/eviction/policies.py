@@ -1,4 +1,4 @@
-"""Eviction policies by name: the protocol, LRU, LFU and priority."""
+"""Eviction policies by name: the protocol, LRU, LFU, GDSF and priority."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ class Candidate:
     last_used: float
     """Seconds on the KV cache's clock when it was last allocated or released; of a tier's entry, since the epoch."""
     num_tokens: int
-    """Tokens that evicting it would free; 0 for an entry of a tier, which does not know them."""
+    """Tokens that would have to be computed again; 0 for an entry of a tier, which does not know them."""
     priority: float = 0.5
-    """Priority given by its owner, 0 to 1."""
+    """Priority given by its owner, 0 to 1; of a block, that of the sequence that released it last."""
     progress: float = 1.0
-    """Fraction that is computed, 0 to 1."""
+    """Computed fraction of the sequence that released it last, 0 to 1; chunks are evictable when complete: always 1."""
     hits: int = 0
     """Cache hits so far."""
     compute_seconds: float = 0.0
     """Seconds that computing it took; 0 if unknown, as for blocks of prefixes."""
     num_bytes: int = 0
     """Bytes that evicting it would free, over all layers."""
+    evicted_rank: float = 0.0
+    """The highest rank that was evicted from its pool before it became idle; 0 if none."""
 
 
 @runtime_checkable
@@ -77,6 +79,30 @@ class LFU:
 
 
 @dataclass(frozen=True, slots=True)
+class GDSF:
+    """GDSF policy (greedy dual size frequency): evicts first what is cheap to compute again, large and seldom hit.
+
+        rank = evicted_rank + (1 + hits) * seconds to compute it / bytes          the lowest is evicted first
+
+    `evicted_rank` makes ranks rise with every eviction, so an item that is no longer used is evicted eventually,
+    however many hits it had. Where the compute time is unknown, as for blocks of prefixes, it is estimated from the
+    tokens; of an entry of a tier, which knows neither, it is one second.
+    """
+
+    token_seconds: float = 1e-3
+    name: ClassVar[str] = "gdsf"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.token_seconds <= 1e3:
+            raise InvalidConfig(f"token_seconds must be above 0 and at most 1000, got {self.token_seconds}")
+
+    def rank(self, candidate: Candidate) -> float:
+        """Seconds per byte, by use, after everything that was evicted before."""
+        seconds = candidate.compute_seconds or candidate.num_tokens * self.token_seconds or 1.0
+        return candidate.evicted_rank + (1 + candidate.hits) * seconds / max(candidate.num_bytes, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Priority:
     """Priority policy: keeps items of high priority that are complete, recently used and small.
 
@@ -107,7 +133,7 @@ class Priority:
         return kept + 0.2 * candidate.last_used / self.age_seconds - 0.1 * size
 
 
-POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {"lru": LRU, "lfu": LFU, "priority": Priority}
+POLICIES: Final[dict[str, Callable[[], EvictionPolicy]]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "priority": Priority}
 """To add a policy: write its class, and add it here."""
 
 
@@ -126,3 +152,13 @@ def choose(policy: str | EvictionPolicy) -> EvictionPolicy:
             f"eviction is {policy!r}; give a name or an object with a name and a method rank(candidate)"
         )
     return policy
+
+
+def check_priority(priority: object, of: str) -> None:
+    """Checks an eviction priority.
+
+    Raises:
+        InvalidConfig: not a number between 0 and 1.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int | float) or not 0.0 <= priority <= 1.0:
+        raise InvalidConfig(f"the priority of {of} must be between 0 and 1, got {priority!r:.80}")

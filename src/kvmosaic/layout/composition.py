@@ -7,8 +7,14 @@ from itertools import takewhile
 from kvmosaic.layout.span import UNWEIGHTED, Layout
 
 
-def composition_of(layout: Layout) -> str:
-    """Describes what a layout computes: exact attention, or which approximation was requested."""
+def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto: bool = False) -> str:
+    """Describes what a layout computes: exact attention, or which approximation was requested.
+
+    Args:
+        layout: of a prompt.
+        max_positions: positions that the model was trained for, or that are allowed; a longer prompt is named.
+        is_auto: whether the length of the prompt decided on the strategy.
+    """
     if not any(span.segment.kind == "chunk" for span in layout.spans):
         return "exact"
     apart = "documents do not see each other"
@@ -24,6 +30,11 @@ def composition_of(layout: Layout) -> str:
     elif rest := _unseen_before(layout):
         seen = sum(span.num_tokens for span in layout.spans if span.segment.kind == "system")
         parts.append(f"documents saw {seen} of {seen + rest} tokens before them")
+    if max_positions is not None and layout.num_tokens >= max_positions:  # and one more for the answer
+        reason = ", so auto lets documents overlap" if is_auto and layout.rules.overlaps else ""
+        parts.append(
+            f"the prompt's {layout.num_tokens:,} tokens do not fit the model's {max_positions:,} positions{reason}"
+        )
     return f"composed ({layout.strategy}): " + ", ".join(parts)
 
 

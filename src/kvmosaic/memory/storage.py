@@ -145,6 +145,11 @@ class BlockStorage:
         self._kept = None
 
     @property
+    def num_slots(self) -> int:
+        """Slots of the whole pool."""
+        return self.num_blocks * self.block_size
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
         per_token = self.dtype.itemsize * sum(layer.numbers_per_token for _, layer in stored_layers(self.layers))
@@ -176,6 +181,35 @@ class BlockStorage:
         """Views of a run of slots: keys [num_tokens, G, D] and values [num_tokens, G, Dv]."""
         end = first_slot + num_tokens
         return self._keys[layer_index][first_slot:end], self._values[layer_index][first_slot:end]
+
+    def get_kv(
+        self, layer_index: int, runs: Sequence[tuple[int, int]]
+    ) -> tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"]]:
+        """Keys and values of runs of slots, in order, for example of `BlockTable.runs()`.
+
+        One run, the usual case, is returned as views, which must not be written; several are copied into new tensors.
+
+        Args:
+            layer_index: the layer.
+            runs: first slot and number of tokens of each.
+
+        Returns:
+            keys [n, G, D] and values [n, G, Dv].
+
+        Raises:
+            InvalidConfig: no such layer, or no runs.
+        """
+        if type(layer_index) is not int or not 0 <= layer_index < len(self.layers):
+            raise InvalidConfig(
+                f"there is no layer {layer_index!r:.80}; the model has layers 0 to {len(self.layers) - 1}"
+            )
+        if not runs:
+            raise InvalidConfig("get_kv got no runs; a table without tokens has no keys and values")
+        parts = [self.run(layer_index, first_slot, num_tokens) for first_slot, num_tokens in runs]
+        if len(parts) == 1:
+            return parts[0]
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys), torch.cat(values)
 
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks, contiguous and on the CPU, all in one allocation.

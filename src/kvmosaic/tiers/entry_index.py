@@ -59,6 +59,7 @@ class EntryIndex:
         self._entries: dict[Key, IndexedEntry] = {}
         self._queue: EvictionQueue[IndexedEntry] = EvictionQueue()
         self.num_bytes = 0
+        self._evicted_rank = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -101,6 +102,13 @@ class EntryIndex:
             self.num_bytes -= entry.num_bytes
             self._queue.remove(entry)
 
+    def evict(self, key: Key) -> None:
+        """Drops an entry for capacity: later entries rank after it, by a policy that counts evictions."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.queue_entry is not None:
+            self._evicted_rank = max(self._evicted_rank, entry.queue_entry[0])
+        self.drop(key)
+
     def clear(self) -> None:
         """Drops all entries."""
         self._entries.clear()
@@ -130,5 +138,11 @@ class EntryIndex:
     def _rank(self, entry: IndexedEntry) -> float:
         if self._policy is None:
             return entry.last_used  # as an integer: seconds as a float would be exact to 240 ns only
-        num_bytes = max(entry.num_bytes, 1)
-        return self._policy.rank(Candidate(entry.last_used / 1e9, num_tokens=0, hits=entry.hits, num_bytes=num_bytes))
+        candidate = Candidate(
+            entry.last_used / 1e9,
+            num_tokens=0,
+            hits=entry.hits,
+            num_bytes=max(entry.num_bytes, 1),
+            evicted_rank=self._evicted_rank,
+        )
+        return self._policy.rank(candidate)

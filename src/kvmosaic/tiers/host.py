@@ -165,7 +165,8 @@ class HostTier:
         while self._index.num_bytes - self._index.size(key) + num_bytes > self._quota:
             victim = self._index.first()
             assert victim is not None
-            self._drop(victim)
+            self._index.evict(victim)
+            del self._entries[victim]
             num_evicted += 1
         self._entries[key] = entry
         self._index.add(key, num_bytes, now)

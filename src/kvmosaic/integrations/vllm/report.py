@@ -67,6 +67,8 @@ class ComposedReport:
     """Why it was answered as an ordinary prompt; empty: it was composed."""
     rest: ChunkOutcome | None = None
     """Outcome of the text before the first chunk, if there is one."""
+    max_positions: int | None = None
+    """Positions that the model was trained for, if known."""
 
     def __post_init__(self) -> None:
         if self.is_composed:
@@ -151,7 +153,7 @@ class ComposedReport:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        meaning = composition_of(self.layout)
+        meaning = composition_of(self.layout, self.max_positions)
         if self.repair:
             meaning += f"; the first {self.repair} tokens of each document see everything before them"
         return meaning

@@ -290,7 +290,7 @@ class DiskStore:
                 self._index.add(victim, facts.num_bytes, facts.last_used)
                 continue
             self._tally.count(evictions=self._folder.remove(victim))
-            self._index.drop(victim)
+            self._index.evict(victim)
         return True
 
     def _refresh(self, key: Key) -> bool:

@@ -69,8 +69,13 @@ class ComposedRequest:
         return 0 if self.bypass else self.composition.end - self.layout.last.start
 
 
-def report_of(composed: ComposedRequest) -> ComposedReport:
-    """Reports what was reused, moved and computed, or why the request was bypassed."""
+def report_of(composed: ComposedRequest, max_positions: int | None = None) -> ComposedReport:
+    """Reports what was reused, moved and computed, or why the request was bypassed.
+
+    Args:
+        composed: the request.
+        max_positions: positions that the model was trained for, if known.
+    """
     layout, repair = composed.layout, composed.composition.repair
     if composed.bypass is not None:
         return ComposedReport(layout, repair, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
@@ -84,7 +89,12 @@ def report_of(composed: ComposedRequest) -> ComposedReport:
             outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
             seen.add(piece.prompt)
     return ComposedReport(
-        layout, repair, tuple(outcomes), min(composed.num_cached, composed.composition.end), rest=rest
+        layout,
+        repair,
+        tuple(outcomes),
+        min(composed.num_cached, composed.composition.end),
+        rest=rest,
+        max_positions=max_positions,
     )
 
 

@@ -147,7 +147,7 @@ class SchedulerSide:
         self._end_retry(composed)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
-        return {FIELD: report_of(composed).to_json()}
+        return {FIELD: report_of(composed, trained_positions(self._config.model_config)).to_json()}
 
     def _chunk_finished(self, name: Any, loaded: LoadedChunk | None) -> None:
         for request_id in self._waiters.pop(name, ()):
