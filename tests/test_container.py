@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.container import MAX_QUOTA_FILE_BYTES, cpu_quota, memory_limit
+from kvmosaic.container import MAX_QUOTA_FILE_BYTES, available_memory, cpu_quota, memory_limit
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -102,3 +102,24 @@ def test_whatever_the_files_hold_there_is_an_answer(
 def test_file_without_end_is_read_up_to_a_limit(tmp_path: Path) -> None:
     root = tree(tmp_path, "x" * 2 * MAX_QUOTA_FILE_BYTES + "\n0::/\n", {"cpu.max": "100000 100000"})
     assert cpu_quota(root) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "available", "expected"),
+    [
+        ("max", 8_000, 8_000),
+        ("4096000", 8_000, 3_000),
+        ("40960000", 8_000, 8_000),
+        ("1024", 8_000, 0),
+        ("max", None, None),
+    ],
+)
+def test_available_memory_is_what_machine_and_container_leave(
+    tmp_path: Path, limit: str, available: int | None, expected: int | None
+) -> None:
+    tree(tmp_path, "0::/\n", {"memory.max": limit})
+    (tmp_path / "proc" / "self" / "status").write_text("Name:\tpython\nVmRSS:\t    1000 kB\nThreads: 1\n")
+    if available is not None:
+        (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:   {available} kB\n")
+    found = available_memory(tmp_path)
+    assert (None if found is None else found // 1_024) == expected

@@ -12,7 +12,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
-from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
+from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats import find_format
@@ -30,6 +30,9 @@ Continuation = str | Sequence[int]
 """A given answer: a text, or token ids."""
 Settings = TypeVar("Settings")
 
+_FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
+"""Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
+_MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
 
@@ -198,7 +201,8 @@ def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes:
     if config.chunk_cache_fraction is not None:
         return int(config.chunk_cache_fraction * device_memory_bytes(model.device))
     if config.memory_utilization is None:
-        return config.capacity_bytes
+        capacity = config.capacity_bytes
+        return _share_of_free_memory(model.device, request_bytes) if capacity is None else capacity
     total, weights = device_memory_bytes(model.device), model.weight_bytes
     allowed = int(config.memory_utilization * total)
     if weights + request_bytes >= allowed:
@@ -208,6 +212,12 @@ def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes:
             "raise it, or make request_cache_size smaller"
         )
     return allowed - weights - request_bytes
+
+
+def _share_of_free_memory(device: torch.device, request_bytes: int) -> int:
+    """The size of a chunk cache that is `auto`."""
+    share = _FREE_SHARE_CPU if device.type == "cpu" else _FREE_SHARE_GPU
+    return max(int(share * (free_memory_bytes(device) - request_bytes)), _MIN_CACHE_BYTES)
 
 
 def _gib(num_bytes: int) -> str:

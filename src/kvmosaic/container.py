@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -30,6 +31,23 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """Bytes of memory that this process may use, by the tightest of the groups around it; None without a limit."""
     limits = (_read(folder / name).strip() for folder in _folders(root, "memory") for name in _MEMORY_FILES)
     return min((int(limit) for limit in limits if _is_count(limit, digits=18)), default=None)
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of memory that this process can still have without swapping; None where the system does not say.
+
+    What the machine has available, or what the container's limit leaves of it beside this process.
+    """
+    available = _kib(_read(root / "proc" / "meminfo"), "MemAvailable")
+    limit, used = memory_limit(root), _kib(_read(root / "proc" / "self" / "status"), "VmRSS")
+    left = [max(limit - used, 0)] if limit is not None and used is not None else []
+    return min([*left, *([available] if available is not None else [])], default=None)
+
+
+def _kib(text: str, name: str) -> int | None:
+    """Bytes in a line such as `MemAvailable:   16000000 kB`."""
+    found = re.search(rf"^{name}:\s+([0-9]{{1,15}}) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1_024 if found else None
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

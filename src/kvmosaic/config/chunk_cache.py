@@ -22,11 +22,18 @@ _AUTO: Any = Unset("auto")
 _SYSTEM: Any = Unset("system")
 _REPAIR: Any = Unset(DEFAULT_REPAIR)
 _LEAD_IN: Any = Unset(LEAD_IN)
+AUTO_SIZE = "auto"
+"""The `chunk_cache_size` that is chosen by the free memory."""
 
 
 def _check_lead_in(text: Any) -> None:
     if not isinstance(text, str) or not 1 <= len(text.strip()) <= MAX_LEAD_IN_CHARACTERS:
         raise InvalidConfig(f"lead_in must be a text of 1 to {MAX_LEAD_IN_CHARACTERS} characters, got {text!r:.80}")
+
+
+def _check_size(size: Any) -> None:
+    if size != AUTO_SIZE:
+        parse_bytes(size)
 
 
 _cache = partial(setting, panel="Chunk cache")
@@ -37,11 +44,12 @@ class ChunkCacheConfig:
     """What the chunk cache keeps, how large it may grow, and how documents are placed."""
 
     chunk_cache_size: int | str = _cache(
-        "2GiB",
-        check=parse_bytes,
+        AUTO_SIZE,
+        check=_check_size,
         max_length=32,
         metavar="SIZE",
-        help="Memory for cached documents, such as 512MiB.",
+        help="Memory for cached documents, such as 512MiB; auto: a share of the memory that is free once the model is "
+        "loaded.",
     )
     chunk_cache_fraction: float | None = _cache(
         None,
@@ -163,6 +171,6 @@ class ChunkCacheConfig:
         return not isinstance(getattr(self, name), Unset)
 
     @property
-    def capacity_bytes(self) -> int:
-        """`chunk_cache_size` in bytes."""
-        return parse_bytes(self.chunk_cache_size)
+    def capacity_bytes(self) -> int | None:
+        """`chunk_cache_size` in bytes; None: a share of the free memory."""
+        return None if self.chunk_cache_size == AUTO_SIZE else parse_bytes(self.chunk_cache_size)

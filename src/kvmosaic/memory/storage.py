@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvmosaic.container import memory_limit
+from kvmosaic.container import available_memory, memory_limit
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry, stored_layers
 from kvmosaic.memory.buffer import new_bytes
@@ -61,6 +61,13 @@ def device_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(of_machine, memory_limit() or of_machine)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of a device that nothing uses: for the CPU, of the machine, or of the container if it is less."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory() or device_memory_bytes(device)
 
 
 ChunkTensors: TypeAlias = list[tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"] | None]]

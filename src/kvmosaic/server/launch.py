@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvmosaic.server")
 
 SWITCH_SECONDS = 0.0005
+_BYTES_PER_TOKEN = 4
+"""What a token of text takes, about: for the estimate at the start."""
 GRACE_SECONDS = 10.0
 """Seconds after draining and closing until a process whose event loop is stuck is killed."""
 
@@ -186,12 +188,7 @@ class _Launch:
         llm, settings = services.llm, self._settings
         dtype = str(llm.model.dtype).removeprefix("torch.")
         config = llm.chunk_cache_config
-        size = str(config.chunk_cache_size)
-        if config.chunk_cache_fraction is not None:
-            size = f"{config.chunk_cache_fraction:.0%} of the device's memory"
-        elif config.memory_utilization is not None:
-            size = f"what weights and requests leave of {config.memory_utilization:.0%} of the device's memory"
-        cache = f"{size}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
+        cache = f"{_room(services)}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:
             self._say(f"weights    {llm.model.weights_note}")
@@ -215,6 +212,21 @@ class _Launch:
 
 
 _UNMEASURED = "not measured on this model: answers may differ from full attention; kvmosaic tune measures and sets it"
+
+
+def _room(services: Services) -> str:
+    """What the chunk cache holds: "2 GiB = 46,592 tokens, about 100 of 250 stored documents"."""
+    kv_cache, usage = services.llm.engine.kv_cache, services.documents.usage()
+    num_tokens = kv_cache.chunk_pool.num_blocks * kv_cache.chunk_pool.block_size
+    room = f"{_shown_size(kv_cache.chunk_pool.num_blocks * kv_cache.bytes_per_block)} = {num_tokens:,} tokens"
+    if not usage.num_documents:
+        return room
+    block = kv_cache.chunk_pool.block_size
+    tokens_of_one = usage.num_bytes / usage.num_documents / _BYTES_PER_TOKEN + block / 2  # half of the last block
+    fitting = int(num_tokens / tokens_of_one)
+    if fitting >= usage.num_documents:
+        return f"{room}, enough for all {usage.num_documents:,} stored documents"
+    return f"{room}, about {float(f'{fitting:.2g}'):,.0f} of {usage.num_documents:,} stored documents"
 
 
 def _shown_tier(tier: TierStat) -> str:

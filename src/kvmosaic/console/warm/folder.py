@@ -162,7 +162,8 @@ class _Warmer:
         self._stop = stop
         self._under_way: _Batch | None = None
         self._bytes_per_token = llm.model.bytes_per_token()
-        self._max_bytes = llm.chunk_cache_config.capacity_bytes // _PART_OF_POOL
+        pool = llm.engine.kv_cache.chunk_pool
+        self._max_bytes = pool.num_blocks * pool.block_size * self._bytes_per_token // _PART_OF_POOL
 
     def warm(self, paths: dict[str, Path], system: str | None) -> None:
         """Computes the documents that are not in the tiers.
