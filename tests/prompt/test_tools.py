@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from support.target import slowness
 from support.tokenizers import CHATML, make_tokenizer
 from support.tool_families import DEEPSEEK, TOOL_FAMILIES, tool, tool_tokenizer
 
 from kvmosaic.errors import InvalidMessages, InvalidTools
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, SegmentKind
+from kvmosaic.prompt.conversation import could_write
 from kvmosaic.prompt.message import read_messages
 
 DOCUMENTS = [{"id": "a", "text": "Owls see at night."}, {"id": "b", "text": "Bellos is a donkey."}]
@@ -112,6 +115,29 @@ def test_descriptions_become_no_control_tokens(family: str) -> None:
     assert found[0] == found[1]
 
 
+def test_tools_of_many_texts_take_linear_time_beside_hundreds_of_control_tokens() -> None:
+    tokens = [f"<|reserved_special_token_{number}|>" for number in range(250)]
+    choices = [f"<x{number}" for number in range(8_000)]
+    tools = [tool("weather", q={"type": "string", "enum": choices})]
+    began = time.process_time()
+    assert not could_write(tools, tokens)
+    assert time.process_time() - began < 0.5 * slowness()
+
+
+@pytest.mark.parametrize(
+    "text", ["a <|END|> b", "<|end|>", "a <", "a <|end|", "nd|> a", ">", "|>", "<|end|><", "a <|en", "end|> <b"]
+)
+def test_texts_that_are_or_complete_a_control_token_could_write_one(text: str) -> None:
+    assert could_write([tool("weather", text)], ["<|end|>", "<s>"])
+    assert could_write([{"enum": {text: 1}}], ["<|end|>", "<s>"])
+
+
+@pytest.mark.parametrize("text", ["", "a", "a < b", "<b> c", "|", "end", "a |> b", "<|end| >x"])
+def test_other_texts_could_not(text: str) -> None:
+    assert not could_write([tool("weather", text)], ["<|end|>", "<s>"])
+    assert not could_write([tool("weather", text)], [])
+
+
 def test_a_template_without_tools_is_refused() -> None:
     tokenizer = make_tokenizer(CHATML)
     encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
@@ -167,8 +193,11 @@ def test_deepseek_asks_for_a_message_without_content() -> None:
     assert 'function<｜tool▁sep｜>add\n```json\n{"a": 5, "b": "<|im_end|>"}\n```<｜tool▁call▁end｜>' in text
 
 
-@pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", '{"a": ', "9" * 5_000])
-def test_arguments_that_are_no_object_stay_a_text(arguments: str) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "no JSON", "[1]", '{"a": ', "9" * 5_000, '{"": 1}', '{"a, b": 1}', '{"a": ' * 40 + "1" + "}" * 40],
+)
+def test_arguments_that_are_no_plain_object_stay_a_text(arguments: str) -> None:
     [message] = read_messages([{"role": "assistant", "content": "", "tool_calls": [_called(arguments)]}])
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
