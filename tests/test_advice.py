@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.server import RunningServer
 
 from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
 from kvmosaic.advice import MAX_TENANTS, ReuseAdvisor
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.text_pieces import common_length
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
@@ -114,6 +115,33 @@ def test_a_changed_text_is_told_with_the_place_of_the_difference(llm: LLM) -> No
     (document,) = [segment for segment in output.reuse.segments if segment.kind == "chunk"]
     assert document.miss == "changed_text"
     assert "its text changed at character " in document.note and document.note.endswith(": 'stone, and burned down l'")
+
+
+def test_a_text_that_changes_near_its_end_is_a_changed_text(llm: LLM) -> None:
+    for ending in ("oak", "stone"):
+        output = ask(llm, "The bridge burned down long ago. " * 140 + ending, salt="changed at the end")
+    (document,) = [segment for segment in output.reuse.segments if segment.kind == "chunk"]
+    assert (document.miss, document.note.endswith("its text changed after character 4096")) == ("changed_text", True)
+
+
+def test_histories_of_many_long_documents_stay_small() -> None:
+    """Of one tenant: what is kept does not grow with the number or length of documents in a request."""
+    sizes = list[int]()
+    for num_chunks, length in ((64, 2_000), (512, 2_000), (512, 60_000)):
+        advisor = ReuseAdvisor()
+        tracemalloc.start()
+        for number in range(2):
+            chunks = (
+                Segment(SegmentKind.CHUNK, (1, 2), f"{number} {index}" + "\u2603" * length, name=f"{number} {index}")
+                for index in range(num_chunks)
+            )
+            reports = (SegmentReuse("chunk", 2, "computed", miss="never_seen") for _ in range(num_chunks))
+            prompt = Prompt((*chunks, Segment(SegmentKind.QUESTION, (3,), "?")))
+            advisor.explain(prompt, ReuseReport((*reports, SegmentReuse("question", 1, "computed"))))
+        del prompt
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert max(sizes) < 3 * 2**20
 
 
 def test_another_order_in_a_conversation_is_told() -> None:

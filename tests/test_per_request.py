@@ -106,6 +106,10 @@ def test_stored_documents_take_both(http: httpx.Client) -> None:
         ({"documents": documents(sees=["mill"])}, "'mill'"),
         ({"documents": documents(sees=[1])}, "a chunk sees only chunks before it"),
         ({"documents": documents(sees=["tower", 0])}, "names a chunk twice"),
+        (
+            {"documents": [{"text": f"d{n}", "sees": list(range(n))} for n in range(363)]},
+            "65703 chunks in `sees`; at most",
+        ),
         ({"documents": documents(), "position_strategy": "absolute"}, "position_offset"),
         ({"documents": documents(position_offset=-1)}, "greater than or equal to 0"),
     ],

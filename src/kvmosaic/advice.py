@@ -47,6 +47,7 @@ _MAX_CHARACTERS = 2**16
 """Characters of a text that are looked at."""
 _MIN_UNMARKED_TOKENS = 64
 _MAX_COMPARED = 4_096
+"""Tokens of system texts, and characters of named documents, that are compared with those before."""
 _NUMBERS = re.compile(r"\d+")
 _STORED = re.compile(r" \[stored [0-9]+\]| \([0-9]+/[0-9]+\)\Z")
 """What labels of stored documents and of parts add to a name."""
@@ -114,25 +115,27 @@ class _TenantHistory:
         exact = hash(text)
         alike = self._by_white_space.put(hash((salt, spaced)), exact)
         counted = self._by_counter.put(hash((salt, _NUMBERS.sub("0", spaced))), exact)
-        before = self._named.put((salt, _STORED.sub("", segment.name)), text) if segment.name else None
+        beginning = text[:_MAX_COMPARED]
+        name = _STORED.sub("", segment.name or "")
+        before = self._named.put((salt, name), (exact, beginning)) if name else None
         if exact in (alike, counted):
             return "never_seen", ""  # the text itself: as part of another, or so long ago that nothing is known
         if alike is not None:
             return "white_space", "a document was seen that differs in white space only"
         if counted is not None:
             return "counter", "a document was seen that differs in numbers only"
-        if before is not None and before != text:
-            place = common_length(before, text)
-            return (
-                "changed_text",
-                f"as the prompt writes it, its text changed at character {place}: {text[place : place + 24]!r}",
-            )
+        if before is not None and before[0] != exact:
+            place = common_length(before[1], beginning)
+            where = f"at character {place}: {text[place : place + 24]!r}"
+            where = where if place < _MAX_COMPARED else f"after character {place}"
+            return "changed_text", f"as the prompt writes it, its text changed {where}"
         return "never_seen", ""
 
     def history_loss(self, chunks: Sequence[Segment], question: Segment, reuse: SegmentReuse) -> LostReason | None:
         """Why earlier turns after these documents were computed again, if they were."""
-        order = tuple(hash(chunk.token_ids) for chunk in chunks)
-        before = self._orders.put(frozenset(order), order)
+        texts = [hash(chunk.text or chunk.token_ids) for chunk in chunks]
+        order = hash(tuple(texts))
+        before = self._orders.put(hash(frozenset(texts)), order)
         is_known = self._questions.put(hash((question.token_ids or ())[:16])) is not None
         if not question.history_tokens or reuse.reused_tokens:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+import threading
 import time
 
 import pytest
@@ -108,3 +109,38 @@ def test_a_store_finds_its_tenants_documents_and_counts_hits():
     assert [found.id for _, _, found in store.search("ada", f"{mill} {tower}")] == ["tower"]
     store.delete("ada", "tower")
     assert store.search("ada", tower) == []
+
+
+def test_documents_may_change_while_a_long_text_is_searched(monkeypatch):
+    """A writer does not wait for the search, and what was replaced meanwhile is not found under its new text."""
+    store, searches, may_go_on = DocumentStore(), threading.Event(), threading.Event()
+    texts = {name: f"The {name} of Fenbury is older than the town." for name in ("tower", "mill", "bridge")}
+    for name, text in texts.items():
+        store.create("ada", DocumentDraft(text), name)
+    hashed = TextIndex._window_hashes
+
+    def slow(index, text):
+        searches.set()
+        assert may_go_on.wait(60)
+        return hashed(index, text)
+
+    monkeypatch.setattr(TextIndex, "_window_hashes", slow)
+    found = []
+    search = threading.Thread(target=lambda: found.extend(store.search("ada", " ".join(texts.values()))), daemon=True)
+    search.start()
+    assert searches.wait(60)
+
+    def change():
+        store.put("ada", "tower", DocumentDraft("The tower burned down, and nothing of it is left."))
+        store.delete("ada", "mill")
+        store.create("ada", DocumentDraft("The windmill of Tolbury grinds oats, and nothing else."), "windmill")
+
+    changes = threading.Thread(target=change, daemon=True)
+    changes.start()
+    changes.join(10)
+    was_blocked = changes.is_alive()
+    may_go_on.set()
+    changes.join(60)
+    search.join(60)
+    assert not was_blocked
+    assert [document.id for _, _, document in found] == ["bridge"]

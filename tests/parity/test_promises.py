@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
 from support.families import build
-from support.parity import check_cold_and_warm, prompts, settings_of_a_run
+from support.parity import check_cold_and_warm, engine_of_a_run, prompts, settings_of_a_run
 from support.reference import eager_logits
 
 from kvmosaic.attention import AttentionBackend, TorchBackend
@@ -67,6 +67,48 @@ def test_absolute_chunks_agree_wherever_they_are_baked(dtype, prompt, data, bloc
     ]
     placed = replace(prompt, segments=tuple(segments))
     check_cold_and_warm(loaded("llama", dtype), placed, "absolute", "system", block_size, 64, fragmented)
+
+
+POOL = [tuple(range(first, first + count)) for first, count in ((10, 9), (24, 16), (44, 1), (50, 5), (64, 30))]
+
+
+@st.composite
+def prompts_of_one_pool(draw, strategy):
+    """A prompt of a few documents that others have, too: with texts around them, and documents that see others."""
+    segments = [Segment(SegmentKind.SYSTEM, draw(st.sampled_from([(1, 2, 3), (1, 2, 3, 4, 5), (6,)])))]
+    texts = st.lists(st.integers(100, 127), max_size=5).map(tuple)
+    chosen = draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=5))
+    for number, tokens in enumerate(chosen):
+        if between := draw(texts):
+            segments.append(Segment(SegmentKind.TEXT, between))
+        sees = draw(st.sets(st.integers(0, number - 1), max_size=2)) if number and strategy != "absolute" else ()
+        offset = draw(st.sampled_from([10, 60, 200])) if strategy == "absolute" else None
+        segments.append(Segment(SegmentKind.CHUNK, tokens, sees=tuple(sees), position_offset=offset))
+    if last := draw(texts):
+        segments.append(Segment(SegmentKind.TEXT, last))
+    question = tuple(draw(st.lists(st.integers(90, 99), min_size=1, max_size=6)))
+    return Prompt((*segments, Segment(SegmentKind.QUESTION, question)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@settings(max_examples=12)
+@given(
+    data=st.data(),
+    strategy=st.sampled_from(["shared", "sequential", "absolute"]),
+    context=st.sampled_from(["system", "none"]),
+    block_size=st.sampled_from([1, 4, 16]),
+    budget=st.sampled_from([17, 256]),
+)
+def test_prompts_that_share_documents_equal_the_dense_forward(family, data, strategy, context, block_size, budget):
+    """Texts, documents that see others, and other orders read what earlier prompts have left in the cache."""
+    model = loaded(family)
+    context = "system" if strategy == "absolute" else context
+    engine = engine_of_a_run(model, strategy, context, block_size, budget, fragmented=False)
+    for _ in range(4):
+        prompt = data.draw(prompts_of_one_pool(strategy))
+        request, logits = answer(engine, prompt)
+        expected = dense_logits(model, arrange(prompt, strategy, context), token_ids(request))
+        torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,10 @@
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nasty import nasty_texts
+from support.target import slowness
 
 from kvmosaic.errors import InvalidDocument, InvalidMessages
 from kvmosaic.prompt import read_messages
@@ -95,3 +98,10 @@ def test_no_text_is_lost_doubled_or_given_to_another(parts):
         text for (text, _), taken in zip(parts, is_taken, strict=True) if not taken
     ]
     assert kept[0] == system(part("Be brief."))
+
+
+def test_a_message_of_ten_thousand_marked_parts_takes_linear_time():
+    message = user(*[part("A mill.", EPHEMERAL)] * 10_000)
+    began = time.process_time()
+    assert len(take_marked([message])[1]) == 9_999
+    assert time.process_time() - began < 0.3 * slowness()

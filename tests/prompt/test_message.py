@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from kvmosaic.errors import InvalidMessages
@@ -53,6 +55,10 @@ def test_an_assistant_may_call_tools_without_content():
         ([{"role": "assistant", "tool_calls": [{7: 1}]}], "message 0 has the key 7"),
         ([{"role": "assistant", "tool_calls": [{"a": {1, 2}}]}], "message 0 holds a set"),
         ([{"role": "assistant", "tool_calls": nested(40)}], "message 0 is nested deeper than 32 levels"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": json.dumps({"a": [""] * 2**15})}}]}] * 2,
+            "the tool calls of these messages hold 65546 values; at most 65536 are allowed: leave out earlier turns",
+        ),
         ([{"role": "user", "content": "a"}] * 10_001, "10001 messages; at most 10000"),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.target import slowness
 from support.tokenizers import CHATML, make_tokenizer
 from support.tool_families import DEEPSEEK, TOOL_FAMILIES, tool, tool_tokenizer
 
 from kvmosaic.errors import InvalidMessages, InvalidTools
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, SegmentKind
+from kvmosaic.prompt.conversation import could_write
 from kvmosaic.prompt.message import read_messages
 
 DOCUMENTS = [{"id": "a", "text": "Owls see at night."}, {"id": "b", "text": "Bellos is a donkey."}]
@@ -112,6 +118,66 @@ def test_descriptions_become_no_control_tokens(family: str) -> None:
     assert found[0] == found[1]
 
 
+def _control_ids(family: str) -> dict[int, str]:
+    vocabulary = ("kvmosaic", "    ")
+    added = tool_tokenizer(family).added_tokens_decoder.items()
+    return {token_id: token.content for token_id, token in added if token.content not in vocabulary}
+
+
+@pytest.mark.parametrize("family", ALL)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_no_field_of_tools_and_calls_writes_control_tokens(family: str, data: st.DataObject) -> None:
+    """Pieces of control tokens in any field, which neighbours may complete, against harmless texts in their place."""
+    control = _control_ids(family)
+    cuts = [(text[:place], text[place:]) for text in control.values() for place in range(len(text))]
+    fragments = st.sampled_from([part for cut in cuts for part in cut if part] + ['"', "}", "\\", "\n", " ", "x"])
+    texts = st.lists(fragments, min_size=1, max_size=3).map("".join)
+    fields = [data.draw(texts) for _ in range(8)]
+    counts = []
+    for a, b, c, d, e, f, g, h in (fields, [f"a{number}" for number in range(8)]):
+        about = {"type": "string", "description": b, "enum": [c, d], "default": {c: [d, a]}}
+        tools = [tool("weather", a, **{b: about}, city={"type": "string"}), tool("add", c)]
+        call = _called(json.dumps({"city": e, "more": [f, {"k": g}]}))
+        if family not in ("mistral", "mistral_args"):  # whose templates count the letters of ids
+            call["id"] = h
+        messages = [
+            {"role": "user", "content": f"{g}{h}"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "name": a, "content": f + b},
+            {"role": "user", "content": d},
+        ]
+        tokenizer = tool_tokenizer(family)
+        encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+        prompt = encoder.encode_chat(messages, [{"id": a, "title": b, "text": f"{c} mill"}], tools=tools)
+        ids = [token for segment in prompt.segments for token in segment.token_ids or ()]
+        counts.append([control[token] for token in ids if token in control])
+    assert counts[0] == counts[1]
+
+
+def test_tools_of_many_texts_take_linear_time_beside_hundreds_of_control_tokens() -> None:
+    tokens = [f"<|reserved_special_token_{number}|>" for number in range(250)]
+    choices = [f"<x{number}" for number in range(8_000)]
+    tools = [tool("weather", q={"type": "string", "enum": choices})]
+    began = time.process_time()
+    assert not could_write(tools, tokens)
+    assert time.process_time() - began < 0.5 * slowness()
+
+
+@pytest.mark.parametrize(
+    "text", ["a <|END|> b", "<|end|>", "a <", "a <|end|", "nd|> a", ">", "|>", "<|end|><", "a <|en", "end|> <b"]
+)
+def test_texts_that_are_or_complete_a_control_token_could_write_one(text: str) -> None:
+    assert could_write([tool("weather", text)], ["<|end|>", "<s>"])
+    assert could_write([{"enum": {text: 1}}], ["<|end|>", "<s>"])
+
+
+@pytest.mark.parametrize("text", ["", "a", "a < b", "<b> c", "|", "end", "a |> b", "<|end| >x"])
+def test_other_texts_could_not(text: str) -> None:
+    assert not could_write([tool("weather", text)], ["<|end|>", "<s>"])
+    assert not could_write([tool("weather", text)], [])
+
+
 def test_a_template_without_tools_is_refused() -> None:
     tokenizer = make_tokenizer(CHATML)
     encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
@@ -167,8 +233,11 @@ def test_deepseek_asks_for_a_message_without_content() -> None:
     assert 'function<｜tool▁sep｜>add\n```json\n{"a": 5, "b": "<|im_end|>"}\n```<｜tool▁call▁end｜>' in text
 
 
-@pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", '{"a": ', "9" * 5_000])
-def test_arguments_that_are_no_object_stay_a_text(arguments: str) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    ["", "no JSON", "[1]", '{"a": ', "9" * 5_000, '{"": 1}', '{"a, b": 1}', '{"a": ' * 40 + "1" + "}" * 40],
+)
+def test_arguments_that_are_no_plain_object_stay_a_text(arguments: str) -> None:
     [message] = read_messages([{"role": "assistant", "content": "", "tool_calls": [_called(arguments)]}])
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 

@@ -252,6 +252,34 @@ def test_ampersands_in_texts_and_patterns_and_comments_join_nothing():
     check_grammar('start: "&&&&&&&&" /[&~]&&&&\\/&&&&/ // &&&&&&&&\n')
 
 
+def chain_of_references(length: int, reference: str = "#/$defs/d{}") -> dict[str, object]:
+    """A schema in which each definition is an object that holds the next."""
+    steps = {
+        f"d{n}": {"type": "object", "properties": {"a": {"$ref": reference.format(n + 1)}}} for n in range(length - 1)
+    }
+    return {"$ref": reference.format(0), "$defs": {**steps, f"d{length - 1}": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        chain_of_references(1_000),
+        chain_of_references(1_000, "#/%24defs/d{}"),
+        {"$defs": [{"items": [{"$ref": f"#/$defs/{n + 1}/items/0"}]} for n in range(1_000)], "$ref": "#/$defs/0"},
+        {"$defs": {"a~/": {"anyOf": [{"$ref": f"#/$defs/a~0~1/{n}"} for n in range(200)]}}},
+        {"items": {"items": {"anyOf": [{"$ref": f"http://here/{n}"} for n in range(200)]}}},
+    ],
+)
+def test_chains_of_references_that_would_overflow_the_stack_are_refused(schema):
+    with pytest.raises(InvalidSampling, match=r"definitions .* nested \d+ levels deep, .* at most 512"):
+        check_schema(schema)
+
+
+def test_schemas_with_as_many_definitions_as_applications_have_compile():
+    COMPILERS["reader"].compile(StructuredOutputs(json=chain_of_references(170)))
+    check_schema({"properties": {"a": {"$ref": "#"}, "b": {"$ref": True}, "c": {"$ref": "#/properties/a/0"}}})
+
+
 def test_patterns_of_separate_properties_are_not_counted_as_joined():
     check_schema({"properties": {f"p{number}": {"type": "string", "pattern": f"a{number}"} for number in range(50)}})
     check_schema(

@@ -195,7 +195,9 @@ def test_tools_beside_another_form_are_refused() -> None:
 
 def test_schemas_that_cost_too_much_or_cannot_be_required_are_refused() -> None:
     patterns = {"anyOf": [{"type": "string", "pattern": f"a{i}"} for i in range(300)]}
+    nested = {"anyOf": [{"items": {"$ref": f"#/properties/q/anyOf/{i}"}} for i in range(300)]}
     for family, about, told in [
+        ("hermes", nested, "at most 512 are allowed: use fewer or flatter definitions"),
         ("hermes", patterns, "300 patterns and formats; at most 256"),
         ("qwen3_coder", {"type": "string", "pattern": "a+"}, "'pattern' of the text 'q' cannot be required"),
     ]:

@@ -241,3 +241,20 @@ def test_nested_tags_stay_content_in_linear_time(name: str) -> None:
             seconds.append(process_time() - began)
             assert len(content) == len(unit) * number or calls or name == "harmony"
         assert seconds[1] < 3.2 * seconds[0] + 0.1, (unit, seconds)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_an_answer_whose_last_arguments_a_stop_text_cuts_calls_nothing(name: str) -> None:
+    for end in range(len(WITH_CALLS[name]) + 1):
+        reading = parser(name)
+        _, calls = parse_calls(reading, WITH_CALLS[name][:end])
+        assert reading.is_called("stop text") == (bool(calls) and is_json(calls[-1].arguments))
+        assert reading.is_called(None) == bool(calls)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -252,12 +252,14 @@ class DocumentStore:
         Texts of fewer than 32 characters are not searched.
         """
         with self._database.read() as connection:
-            places = self._places(connection, tenant, text)
+            index = self._index(connection, tenant)
+        places = [] if index is None else index.find(text)  # takes seconds in a long text: others must not wait for it
+        with self._database.read() as connection:
             documents = self._by_id(connection, tenant, [name for _, _, name in places])
         found = list[tuple[int, int, StoredText]]()
         for start, end, name in places:
             document = documents.get(name)
-            if document is not None and document.content.text == text[start:end]:  # it has not expired
+            if document is not None and document.content.text == text[start:end]:  # neither expired nor replaced
                 found.append((start, end, document.content))
         self._hit(tenant, documents.values())
         return found
@@ -564,12 +566,12 @@ class DocumentStore:
         if is_due:
             self.save()
 
-    def _places(self, connection: Connection, tenant: str, text: str) -> list[tuple[int, int, str]]:
-        """Where texts of a tenant are in a text, with all changes that any process has made: (start, end, id)."""
+    def _index(self, connection: Connection, tenant: str) -> TextIndex | None:
+        """The texts of a tenant, with all changes that any process has made; None: it has stored nothing."""
         with self._search_lock:
             counted = connection.execute(select(TENANTS).where(TENANTS.c.tenant == tenant)).one_or_none()
             if counted is None:
-                return []
+                return None
             searched = self._searched.get(tenant)
             if searched is None or searched.change < counted.forgotten_change:
                 searched = self._searched[tenant] = _SearchedTexts(TextIndex(), 0)
@@ -580,7 +582,7 @@ class DocumentStore:
                 for row in connection.execute(WHOLE_CHANGED, values):
                     searched.index.add(row.id, row.text.decode())
                 searched.change = counted.last_change
-            return searched.index.find(text)
+            return searched.index
 
 
 def _place(connection: Connection, tenant: str, after: str) -> int:

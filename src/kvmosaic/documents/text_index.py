@@ -37,6 +37,8 @@ Hashes = NDArray[np.uint64]
 class TextIndex:
     """Texts by an anchor in each; adding and removing one is O(1), a search linear in the length of the prompt.
 
+    One thread at a time adds and removes. Others may search meanwhile: they find each text as it was before or after.
+
     The hash is a polynomial with a random base for each index, so that no text can be made to collide with others.
     """
 
@@ -74,7 +76,7 @@ class TextIndex:
         self._by_hash.setdefault(anchor, []).append(text_id)
         if len(self._texts) * _SLOTS_PER_TEXT > len(self._is_slot_used):
             self._grow()
-        self._is_slot_used[anchor >> self._shift] = True
+        self._is_slot_used[anchor >> _shift(self._is_slot_used)] = True
 
     def remove(self, text_id: str) -> None:
         """Removes a text, if it is there."""
@@ -109,21 +111,19 @@ class TextIndex:
         """Where a text may start whose anchor is in a prompt: its start, its id, and the text."""
         for offset in range(0, len(text), _WINDOWS) if self._texts else ():
             hashes = self._window_hashes(text[offset : offset + _WINDOWS + ANCHOR_CHARACTERS - 1])
-            (places,) = np.nonzero(self._is_slot_used[hashes >> np.uint64(self._shift)])
+            is_slot_used = self._is_slot_used  # another thread may replace it
+            (places,) = np.nonzero(is_slot_used[hashes >> np.uint64(_shift(is_slot_used))])
             for index, anchor in zip(places.tolist(), hashes[places].tolist(), strict=True):
-                for text_id in self._by_hash.get(anchor, ()):
-                    _, place, whole = self._texts[text_id]
-                    if (start := offset + index - place) >= 0:
+                for text_id in tuple(self._by_hash.get(anchor, ())):
+                    _, place, whole = self._texts.get(text_id, (0, 0, ""))
+                    if whole and (start := offset + index - place) >= 0:
                         yield start, text_id, whole
 
-    @property
-    def _shift(self) -> int:
-        return 65 - len(self._is_slot_used).bit_length()
-
     def _grow(self) -> None:
-        self._is_slot_used = np.zeros(4 * len(self._is_slot_used), dtype=bool)
+        is_slot_used = np.zeros(4 * len(self._is_slot_used), dtype=bool)
         hashes = np.fromiter(self._by_hash, dtype=np.uint64, count=len(self._by_hash))
-        self._is_slot_used[hashes >> np.uint64(self._shift)] = True
+        is_slot_used[hashes >> np.uint64(_shift(is_slot_used))] = True
+        self._is_slot_used = is_slot_used
 
     def _hash(self, text: str) -> int:
         value = 0
@@ -141,3 +141,8 @@ class TextIndex:
             hashes = hashes[:-width] * np.uint64(power) + hashes[width:]
             width, power = 2 * width, power * power % _WORDS
         return hashes
+
+
+def _shift(is_slot_used: NDArray[np.bool_]) -> int:
+    """How far a hash is shifted to give a slot."""
+    return 65 - len(is_slot_used).bit_length()

@@ -116,7 +116,8 @@ def take_marked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
         if not is_read and len(marked) == len(parts):
             marked = marked[:-1]
         documents += [_document(parts[number], index) for number in marked]
-        rest = [part for number, part in enumerate(parts) if number not in marked]
+        taken = set(marked)
+        rest = [part for number, part in enumerate(parts) if number not in taken]
         if rest:
             kept.append({**message, "content": rest} if marked else message)
     return kept, tuple(documents)

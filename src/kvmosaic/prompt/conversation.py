@@ -52,12 +52,17 @@ def could_write(tools: Any, tokens: Collection[str]) -> bool:
     Case-insensitive, since a template may change the case.
     """
     lowered = {token.lower() for token in tokens if token}
-    firsts, lasts = {token[0] for token in lowered}, {token[-1] for token in lowered}
+    texts = set(map(str.lower, _texts(tools)))
+    together = "\0".join(texts)
+    if any(token in together for token in lowered):
+        return True
+    beginnings = {token[:length] for token in lowered for length in range(1, len(token))}
+    ends = {token[-length:] for token in lowered for length in range(1, len(token))}
+    longest = max(map(len, lowered), default=0)
     return any(
-        _could_write(text, token)
-        for text in map(str.lower, _texts(tools))
-        if text and (text[0] in lasts or not firsts.isdisjoint(text))
-        for token in lowered
+        text[-length:] in beginnings or text[:length] in ends
+        for text in texts
+        for length in range(1, min(longest, len(text) + 1))
     )
 
 
@@ -82,12 +87,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-def _could_write(text: str, token: str) -> bool:
-    if token in text:
-        return True
-    return any(text.endswith(token[:length]) or text.startswith(token[-length:]) for length in range(1, len(token)))
 
 
 def _with_empty_content(question: re.Match[str]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvmosaic.cpu_limit import check_cpu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
@@ -117,6 +118,7 @@ def split_at_documents(pieces: Sequence[TextPiece], finder: DocumentFinder, max_
     has_messages = any(piece.message is not None for piece in pieces)
     parts, glue, left = list[Part](), list[TextPiece](), min(max_documents, MAX_FOUND_DOCUMENTS)
     for piece in pieces:
+        check_cpu()
         place = 0
         found = finder.find(piece.text) if left and (piece.message is not None or not has_messages) else []
         for document in found[:left]:

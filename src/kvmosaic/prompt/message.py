@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
@@ -12,6 +13,8 @@ from kvmosaic.errors import InvalidMessages
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_MESSAGE_CHARACTERS = 2**25
+MAX_CALL_VALUES = 2**16
+"""Values in the arguments of all tool calls of a conversation: each text among them takes a kilobyte while rendered."""
 _MAX_DEPTH = 32
 _KEY = re.compile(r"[\w .$/@:-]{1,256}")
 _EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -33,7 +36,14 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
         raise InvalidMessages("there are no messages; send at least one with the role 'user'")
     if len(messages) > MAX_MESSAGES:
         raise InvalidMessages(f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed")
-    return [_read_message(message, index) for index, message in enumerate(messages)]
+    read = [_read_message(message, index) for index, message in enumerate(messages)]
+    num_values = sum(_num_values(message["tool_calls"]) for message in read if "tool_calls" in message)
+    if num_values > MAX_CALL_VALUES:
+        raise InvalidMessages(
+            f"the tool calls of these messages hold {num_values} values; at most {MAX_CALL_VALUES} are allowed: leave "
+            "out earlier turns"
+        )
+    return read
 
 
 def is_system(message: Mapping[str, Any]) -> bool:
@@ -62,7 +72,10 @@ def _read_message(message: object, index: int) -> dict[str, Any]:
 
 
 def _with_read_arguments(call: object, index: int) -> object:
-    """A tool call with its arguments as a mapping, as templates expect them, if they are the JSON of one."""
+    """A tool call with its arguments as a mapping, as templates expect them, if they are the JSON of one.
+
+    Arguments that a model wrote in another form, or with keys that no message may have, stay a text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(arguments, str):
@@ -73,7 +86,14 @@ def _with_read_arguments(call: object, index: int) -> object:
         return call
     if not isinstance(read, dict):
         return call
-    return {**call, "function": {**function, "arguments": _plain(read, index)}}
+    with suppress(InvalidMessages):
+        return {**call, "function": {**function, "arguments": _plain(read, index)}}
+    return call
+
+
+def _num_values(value: object) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(_num_values, parts))
 
 
 def _plain(value: object, index: int, depth: int = 0) -> object:

@@ -19,6 +19,8 @@ from kvmosaic.prompt.document import (
 )
 from kvmosaic.prompt.separator import check_text, named_parts
 
+MAX_SEEN_CHUNKS = 2**16
+"""Entries of `sees` of all chunks of a prompt: each is an attention read of its own."""
 MAX_SALT_CHARACTERS = 4_096
 MAX_TENANT_CHARACTERS = 256
 MAX_DOCUMENTS = 10**6
@@ -384,14 +386,19 @@ def seen_chunks(chunks: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
     A name refers to the last chunk of that name before the chunk that sees it.
 
     Raises:
-        InvalidSees: a chunk sees itself, a later chunk, one that does not exist, or one twice.
+        InvalidSees: a chunk sees itself, a later chunk, one that does not exist, or one twice; too many see each other.
     """
+    total = sum(len(chunk.sees) for chunk in chunks)
+    if total > MAX_SEEN_CHUNKS:
+        raise InvalidSees(
+            f"the chunks of this prompt list {total} chunks in `sees`; at most {MAX_SEEN_CHUNKS} are allowed together"
+        )
     numbers: dict[str, int] = {}
     seen = []
     for index, chunk in enumerate(chunks):
         seen.append(tuple(sorted(_number(chunk, index, entry, numbers) for entry in chunk.sees)))
         if len(set(seen[-1])) != len(chunk.sees):
-            raise InvalidSees(f"{chunk.label} names a chunk twice in sees={chunk.sees}; name each once")
+            raise InvalidSees(f"{chunk.label} names a chunk twice in sees={chunk.sees!r:.80}; name each once")
         if chunk.name is not None:
             numbers[chunk.name] = index
     return tuple(seen)
@@ -400,9 +407,10 @@ def seen_chunks(chunks: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
 def _number(chunk: Segment, index: int, entry: int | str, numbers: dict[str, int]) -> int:
     if isinstance(entry, str):
         if entry not in numbers:
-            before = ", ".join(repr(name) for name in list(numbers)[:10]) or "none has a name"
+            before = ", ".join(f"{name!r:.80}" for name in list(numbers)[:10]) or "none has a name"
             raise InvalidSees(
-                f"{chunk.label} lists {entry!r} in `sees`, and no chunk before it has that name; before it: {before}"
+                f"{chunk.label} lists {entry!r:.80} in `sees`, and no chunk before it has that name; "
+                f"before it: {before}"
             )
         return numbers[entry]
     if not index:

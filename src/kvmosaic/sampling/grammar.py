@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
@@ -19,6 +20,9 @@ MAX_JOINED_PATTERNS = 6
 MAX_PATTERNS = 256
 MAX_MULTIPLE = 10_000
 """Least common multiple of all `multipleOf`, without trailing zeros: a state for each remainder."""
+MAX_REFERENCE_LEVELS = 512
+"""Nesting of all definitions that a schema refers to, together. llguidance compiles them inside each other, and some
+thousand levels overflow the stack, which ends the process."""
 _ALTERNATIVES = {"anyOf", "oneOf", "$ref"}
 _SAYS_NOTHING = {
     "title",
@@ -39,6 +43,7 @@ A group has the end of a literal, or the beginning of a comment."""
 
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raises InvalidSampling for a schema that is too costly; other errors are reported by llguidance."""
+    _check_references(schema)
     patterns: set[str] = set()
     multiples = 1
     joins = ""
@@ -62,6 +67,43 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         raise InvalidSampling(
             f"the JSON schema has {len(patterns)} patterns and formats; at most {most} can be used{why}"
         )
+
+
+def _check_references(schema: Mapping[str, Any]) -> None:
+    names = {name for part in _objects(schema) if isinstance(name := part.get("$ref"), str)}
+    if not names:
+        return
+    levels: dict[int, int] = {}
+    _note_levels(schema, levels)
+    total = sum(levels.get(id(_definition(schema, name)), 0) for name in names)
+    if total > MAX_REFERENCE_LEVELS:
+        raise InvalidSampling(
+            f"the {len(names)} definitions that the JSON schema refers to with $ref are nested {total} levels deep, "
+            f"counted together; at most {MAX_REFERENCE_LEVELS} are allowed: use fewer or flatter definitions"
+        )
+
+
+def _definition(schema: Mapping[str, Any], reference: str) -> object:
+    """The part of a schema that a reference names; all of it if that is unknown."""
+    part: Any = schema
+    for name in unquote(reference).removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, Mapping) and name in part:
+            part = part[name]
+        elif isinstance(part, list) and name.isascii() and name.isdigit() and int(name[:9]) < len(part):
+            part = part[int(name[:9])]
+        else:
+            return schema
+    return part
+
+
+def _note_levels(value: object, levels: dict[int, int]) -> int:
+    """Notes the nesting of a value and of all its parts, by their identities; returns that of the value."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+    if parts is None:
+        return 0
+    levels[id(value)] = 1 + max((_note_levels(part, levels) for part in parts), default=0)
+    return levels[id(value)]
 
 
 def check_grammar(lark: str) -> None:

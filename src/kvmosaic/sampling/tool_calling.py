@@ -151,5 +151,5 @@ class _Answer:
             output,
             text=self._collector.content,
             tool_calls=calls,
-            finish_reason="tool_calls" if calls and reason == "stop" else reason,
+            finish_reason="tool_calls" if reason == "stop" and self._parser.is_called(output.stop_reason) else reason,
         )

@@ -71,8 +71,16 @@ class CallParser:
         self._is_ended = False
         self._events: list[CallEvent] = []
         self._spaces: list[str] = []
+        self._last_arguments = JsonScanner()
         self._steps = tool_format.read(self)
         self._is_done = False
+
+    def is_called(self, stop_reason: int | str | None) -> bool:
+        """Whether an answer that has ended calls tools: not if a stop text or token cut the arguments of its last call.
+
+        A client would run the tool with half of them.
+        """
+        return bool(self.num_calls) and (stop_reason is None or self._last_arguments.is_complete)
 
     def feed(self, text: str) -> list[CallEvent]:
         """Reads more text of the answer, and returns what is certain now."""
@@ -291,12 +299,14 @@ class CallParser:
         self._spaces.clear()
         self._held = self._place
         if self._is_wanted:
+            self._last_arguments = JsonScanner()
             self._events.append(CallStart(self.num_calls - 1, self._format.call_id(), name))
 
     def add_arguments(self, text: str) -> None:
         """Adds text to the arguments of the last call."""
         self._held = self._place
         if text and self._is_wanted:
+            self._last_arguments.scan(text)
             self._events.append(ArgumentsText(self.num_calls - 1, text))
 
     def add_reasoning(self, text: str) -> None:

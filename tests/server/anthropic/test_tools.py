@@ -62,6 +62,14 @@ def _is_input(event: Any) -> bool:
     return event.type == "content_block_delta" and event.delta.type == "input_json_delta"
 
 
+def test_a_call_that_a_stop_text_cuts_is_not_to_be_run(calling: anthropic.Anthropic) -> None:
+    fields = ask(calling, tool_choice={"type": "tool", "name": "add"}, stop_sequences=['"b"'])
+    whole = calling.messages.create(**fields)
+    assert (whole.stop_reason, whole.stop_sequence, len(calls_of(whole))) == ("stop_sequence", '"b"', 1)
+    with calling.messages.stream(**fields) as stream:
+        assert stream.get_final_message().stop_reason == "stop_sequence"
+
+
 def test_turns_with_calls_and_results_are_read(calling: anthropic.Anthropic) -> None:
     call = {"type": "tool_use", "id": "toolu_123", "name": "weather", "input": {"city": "Oslo", "days": 1}}
     letter = document("It is very cold in the town of Oslo today.", title="Weather")

@@ -125,6 +125,14 @@ def test_a_cut_off_call_has_the_arguments_so_far(calling: openai.OpenAI, family:
         assert reply.finish_reason in ("length", "tool_calls")
 
 
+def test_a_call_that_a_stop_text_cuts_is_not_to_be_run(calling: openai.OpenAI) -> None:
+    for stop, reason in (('"b"', "stop"), ("no such text", "tool_calls")):
+        how = {"tool_choice": ADD, "parallel_tool_calls": False, "stop": [stop]}
+        reply = ask(calling, **how).choices[0]
+        assert reply.finish_reason == reason and calls_of(reply.message)[0][0] == "add"
+        assert reassembled(list(ask(calling, **how, stream=True)))[2] == reason
+
+
 def test_a_result_goes_back_in_the_next_turn(calling: openai.OpenAI) -> None:
     first = ask(calling, tool_choice=ADD, parallel_tool_calls=False).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "It is cold."}

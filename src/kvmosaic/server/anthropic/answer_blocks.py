@@ -72,7 +72,7 @@ class BlockAnswer(WholeAnswer):
         """Why the answer ended, and the stop text that ended it."""
         if self.finish_reason == "length":
             return "max_tokens", None
-        if any(isinstance(block.event, CallStart) for block in self._blocks):
+        if self.parser is not None and self.parser.is_called(self.stop_reason):
             return "tool_use", None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason

@@ -160,7 +160,8 @@ class ChatWriter:
         ending: ChatEnding = answer.finish_reason
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
         if isinstance(answer, ToolAnswer):
-            ending, message = ending_with(answer.parser, answer.finish_reason), message_of(answer)
+            ending = ending_with(answer.parser, answer.finish_reason, answer.stop_reason)
+            message = message_of(answer)
         return ChatChoice(
             index=index,
             message=message,
@@ -190,7 +191,7 @@ class ChatWriter:
                 ChunkChoice(
                     index=answer.index,
                     delta=MessageDelta(),
-                    finish_reason=ending if parser is None else ending_with(parser, ending),
+                    finish_reason=ending if parser is None else ending_with(parser, ending, answer.stop_reason),
                     stop_reason=answer.stop_reason,
                 )
             )

@@ -50,6 +50,6 @@ def message_deltas(events: list[CallEvent]) -> Iterator[MessageDelta]:
             yield MessageDelta(tool_calls=[CallDelta(index=event.index, function=function)])
 
 
-def ending_with(parser: CallParser, ending: Ending) -> ChatEnding:
+def ending_with(parser: CallParser, ending: Ending, stop_reason: int | str | None) -> ChatEnding:
     """Returns the finish reason of an answer that may have calls."""
-    return "tool_calls" if parser.num_calls and ending == "stop" else ending
+    return "tool_calls" if ending == "stop" and parser.is_called(stop_reason) else ending
