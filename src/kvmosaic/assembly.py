@@ -202,7 +202,7 @@ def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes:
         return int(config.chunk_cache_fraction * device_memory_bytes(model.device))
     if config.memory_utilization is None:
         capacity = config.capacity_bytes
-        return _share_of_free_memory(model.device, request_bytes) if capacity is None else capacity
+        return _share_of_free_memory(model, request_bytes) if capacity is None else capacity
     total, weights = device_memory_bytes(model.device), model.weight_bytes
     allowed = int(config.memory_utilization * total)
     if weights + request_bytes >= allowed:
@@ -214,10 +214,10 @@ def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes:
     return allowed - weights - request_bytes
 
 
-def _share_of_free_memory(device: torch.device, request_bytes: int) -> int:
+def _share_of_free_memory(model: LoadedModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
-    share = _FREE_SHARE_CPU if device.type == "cpu" else _FREE_SHARE_GPU
-    return max(int(share * (free_memory_bytes(device) - request_bytes)), _MIN_CACHE_BYTES)
+    share = _FREE_SHARE_CPU if model.device.type == "cpu" else _FREE_SHARE_GPU
+    return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
 
 
 def _gib(num_bytes: int) -> str:

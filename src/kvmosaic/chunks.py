@@ -72,10 +72,11 @@ class ChunkStore:
 
     def __getitem__(self, name: str) -> ChunkHandle:
         """A handle of the latest chunk with this name. Raises UnknownChunk."""
-        token_ids = self._engine.kv_cache.find_chunks(name)[-1].token_ids
+        chunk = self._engine.kv_cache.find_chunks(name)[-1]
+        token_ids = chunk.token_ids
         known = (prompt.chunks[0] for prompt, _, _ in reversed(self._warmed.named(name, "")))
         found = next((segment for segment in known if segment.token_ids == token_ids), None)
-        return ChunkHandle(found or Segment(SegmentKind.CHUNK, token_ids, name=name), was_cached=True)
+        return ChunkHandle(found or Segment(SegmentKind.CHUNK, token_ids, name=name), True, chunk.key)
 
     def __contains__(self, name: object) -> bool:
         try:
