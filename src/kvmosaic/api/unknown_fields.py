@@ -19,7 +19,7 @@ _MATTERING = (
     *("messages", "prompt", "input", "system", "instructions", "text", "title", "sees", "position_offset"),
     *("cache_control", "prompt_cache_breakpoint", "tools", "tool_choice", "response_format", "structured_outputs"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop"),
-    *("stop_sequences", "window_tokens", "priority"),
+    *("stop_sequences", "window_tokens", "priority", "n"),
 )
 """Fields whose loss changes who shares a cache, what the model reads, or what it answers."""
 _MEANT = {"salt": "cache_salt", "docs": "documents"}
@@ -76,7 +76,8 @@ def _check_likeness(path: Sequence[str | int]) -> None:
         meant = plain[found[0]] if found else None
     if meant is not None:
         where = ".".join(map(str, path))
-        raise ApiError(400, f"unknown field {where!r}; did you mean {meant!r}?", param=where)
+        told = f"did you mean {meant!r}?" if meant != name else "it does not go with the others, or not in this place"
+        raise ApiError(400, f"unknown field {where!r}; {told}", param=where)
 
 
 def _plain(name: str) -> str:

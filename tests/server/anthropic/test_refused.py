@@ -50,7 +50,7 @@ def test_request_that_cannot_be_used_says_why(client: anthropic.Anthropic, field
     assert error["request_id"] == caught.value.request_id
 
 
-@pytest.mark.parametrize("name", ["cache_sallt", "max_completion_tokens", "stop"])
+@pytest.mark.parametrize("name", ["cache_sallt", "max_completion_tokens", "stop", "n"])
 def test_unknown_fields_that_matter_are_refused(http: httpx.Client, name: str) -> None:
     reply = http.post("/v1/messages", json={**plain(), name: "x"})
     assert reply.status_code == 400 and name in reply.json()["error"]["message"]
