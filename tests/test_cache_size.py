@@ -26,7 +26,8 @@ def test_the_default_is_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPat
 
 def test_a_size_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmosaic.assembly.free_memory_bytes", lambda device: 2**32)
-    with LLM(chatting_llama(), engine_config=SMALL, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB")) as llm:
+    config = ChunkCacheConfig(chunk_cache_size="1MiB")
+    with LLM(chatting_llama(), engine_config=SMALL, chunk_cache_config=config) as llm:
         assert capacity(llm) <= 2**20
     with pytest.raises(InvalidConfig, match="'lots' is not a size"):
         ChunkCacheConfig(chunk_cache_size="lots")

@@ -63,7 +63,7 @@ def test_variables_of_the_server_are_settings_it_has() -> None:
     named = set(SERVICES["kvmosaic"]["environment"])
     named |= set(re.findall(rf"\b({ENV_PREFIX}\w+)=", (DEPLOY / "Dockerfile").read_text()))
     assert named >= {"KVMOSAIC_HOST", "KVMOSAIC_PORT", "KVMOSAIC_API_KEY"}
-    assert {name.removeprefix(ENV_PREFIX).lower() for name in named} <= {*ServerSettings.model_fields, "documents_dir"}
+    assert {name.removeprefix(ENV_PREFIX).lower() for name in named} <= set(ServerSettings.model_fields)
 
 
 def test_the_server_has_time_to_drain_before_it_is_killed() -> None:

@@ -94,7 +94,7 @@ def test_settings_are_those_of_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     variables = {each["name"]: each.get("value") for each in container()["env"]}
     assert variables["KVMOSAIC_CONFIG"] == f"{mounts['settings']}/server.yaml"
     own = {name.removeprefix(ENV_PREFIX).lower() for name in variables if name.startswith(ENV_PREFIX)}
-    assert own <= {*ServerSettings.model_fields, "documents_dir"}
+    assert own <= set(ServerSettings.model_fields)
     folders = [variables["KVMOSAIC_DOCUMENTS_DIR"]]
     folders += [url.removeprefix("disk:").split("?")[0] for url in settings.tier_urls if url.startswith("disk:")]
     assert len(folders) == 2 and all(folder.startswith(f"{mounts['data']}/") for folder in folders)
