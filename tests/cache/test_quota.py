@@ -42,7 +42,7 @@ def test_a_tenant_makes_room_in_its_quota_at_its_own_cost():
         warm(number)
     assert cached(kv_cache, "other") == {"10", "11", "12"}, "older, and still there"
     assert cached(kv_cache, "t") == {"22", "23", "24", "25"}
-    assert kv_cache.tenant_usage("t") == TenantUsage(4, 4, 4, 4, 4, 0)
+    assert kv_cache.tenant_usage("t") == TenantUsage(4, 4, 4, 4, 4, 0, 2)
     assert kv_cache.tenant_usage("other") == TenantUsage(3, 3, 3, None, 3, 0)
     assert kv_cache.tenant_usage("nobody") == TenantUsage(0, 0, 0, None, 0, 0)
 

@@ -139,6 +139,9 @@ class WarmSummary(Reply):
     num_cached: Annotated[int, Field(description="Found in the cache, nothing to compute.")] = 0
     num_failed: int = 0
     tokens: int = 0
+    num_evicted: Annotated[
+        int, Field(description="Chunks of yours that left the full cache meanwhile, perhaps of these documents.")
+    ] = 0
     ms: Annotated[float, Field(description="From the first to the last.")] = 0.0
     data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
 

@@ -233,6 +233,7 @@ class ChunkIndex:
         assert chunk.ref_count == 0 and chunk.is_ready and not chunk.pinned
         if chunk.queue_entry is not None:
             self._evicted_rank = max(self._evicted_rank, chunk.queue_entry[0])
+        self._accounts[chunk.tenant].num_evictions += 1
         try:
             self.on_evict(chunk)
         finally:  # an interrupt during the copy must not leave it indexed, but not queued

@@ -175,6 +175,7 @@ class TenantChunks:
             account.quota_bytes,
             account.num_idle_blocks,
             account.num_pinned_blocks,
+            account.num_evictions,
         )
 
     def usages(self) -> Mapping[str, TenantUsage]:

@@ -59,6 +59,8 @@ class TenantUsage:
     """Of its blocks, the evictable ones."""
     num_pinned_blocks: int
     """Of its blocks, those of pinned chunks."""
+    num_evictions: int = 0
+    """Of its chunks, those evicted since it had none."""
 
 
 class TenantAccount:
@@ -82,6 +84,7 @@ class TenantAccount:
         self.num_idle_blocks = 0
         self.num_pinned = 0
         self.num_pinned_blocks = 0
+        self.num_evictions = 0
         self._queue: EvictionQueue[Chunk] = EvictionQueue()
 
     @property

@@ -276,6 +276,17 @@ class DocumentStore:
             rows = connection.execute(HEADS.order_by(DOCUMENTS.c.number), {"tenant": tenant, "now": self._clock()})
             return [self._document(tenant, row) for row in rows]
 
+    def check_stored(self, tenant: str, document_ids: Sequence[str]) -> None:
+        """Checks that documents are stored.
+
+        Raises:
+            UnknownDocument: the first that is not; see `get`.
+        """
+        with self._database.read() as connection:
+            known = self._by_id(connection, tenant, document_ids, has_text=False)
+        if (missing := next((name for name in document_ids if name not in known), None)) is not None:
+            raise _unknown(missing)
+
     def page(
         self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc", search: str = ""
     ) -> DocumentPage:

@@ -125,7 +125,9 @@ class _Launch:
             self._services = services
             async with swept(services), trimmed_heap():
                 self._say(f"ready      {address}")
+                warming = asyncio.create_task(_warmed(services), name="warm-on-start")
                 await self._told_to_stop.wait()
+                warming.cancel()
                 await self._drain(services)
             return not services.is_working
         finally:
@@ -209,6 +211,18 @@ class _Launch:
         if self._writes_json:
             logger.info(" ".join(line.split()))
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+async def _warmed(services: Services) -> None:
+    """Computes stored documents, if the settings say so."""
+    if not services.settings.warm_on_start:
+        return
+    from kvmosaic.server.documents.warmup import warm_stored  # imports torch
+
+    try:
+        await warm_stored(services)
+    except Exception:  # the server goes on without them
+        logger.exception("stored documents are not computed at the start")
 
 
 _UNMEASURED = "not measured on this model: answers may differ from full attention; kvmosaic tune measures and sets it"

@@ -152,6 +152,15 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         ge=0,
         le=MAX_SECONDS,
     )
+    warm_on_start: bool = _setting(
+        False, "Documents", "Compute the stored documents at the start, the newest first, as far as the cache has room."
+    )
+    warm_system: str | None = _setting(
+        None,
+        "Documents",
+        "The system text of the requests that will read them, for --warm-on-start. Default: they have none.",
+        max_length=2**20,
+    )
     max_documents: int = _setting(10_000, "Documents", "Maximum stored documents of one tenant.", ge=1, le=10**6)
     max_documents_bytes: int = _setting(
         2**28, "Documents", "Maximum bytes of stored texts of one tenant.", ge=1, le=2**40

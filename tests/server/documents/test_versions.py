@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from server.documents.world import Client, DocumentServer, JumpingClock
-from support.server import ServeCommand
+from support.server import ServeCommand, wait_until
 
 from kvmosaic.server.documents.sweep import sweep
 
@@ -126,6 +126,21 @@ def test_after_a_restart_with_a_disk_tier_known_documents_are_not_computed(tmp_p
         assert all(line["reused_tokens"] == line["tokens"] for line in report["documents"]), report
         missed = [line["kind"] for line in report["segments"] if line["reused_tokens"] < line["tokens"]]
         assert missed == ["system", "question"] or missed == ["question"], report
+
+
+def test_stored_documents_are_computed_at_the_start_if_asked_for(tmp_path: Path) -> None:
+    folder, system = ("--documents-dir", str(tmp_path)), "Answer from the documents."
+    with served(*folder) as client:
+        for number in range(3):
+            client.store(f"d{number}", f"{number}: {OLD}")
+    with served(*folder, "--warm-on-start", "--warm-system", system, "--repair=none") as client:
+        listed = {"include_chunks": True}
+        wait_until(lambda: all(each["chunks"] for each in client.get("/v1/documents", params=listed).json()["data"]))
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+        reply = client.ask(*({"id": f"d{number}"} for number in range(3)), messages=messages)
+        assert all(line["reused_tokens"] == line["tokens"] for line in reply["kvmosaic"]["documents"]), reply[
+            "kvmosaic"
+        ]
 
 
 @contextmanager

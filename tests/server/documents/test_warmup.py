@@ -46,6 +46,7 @@ def test_warmed_document_is_reused_by_the_first_request(alpha: Client) -> None:
         "num_computed": 1,
         "num_cached": 0,
         "num_failed": 0,
+        "num_evicted": 0,
     }
     (line,) = alpha.ask({"id": "x"})["kvmosaic"]["documents"]
     assert (line["action"], line["tokens"]) == ("reused", done["tokens"])
@@ -262,3 +263,16 @@ def test_draining_server_warms_nothing(alpha: Client, server: DocumentServer) ->
             assert reply.status_code == 503 and "Retry-After" in reply.headers
     finally:
         server.services.admission.is_draining = False
+
+
+def test_warming_says_what_left_the_cache_meanwhile(alpha: Client, small: Client) -> None:
+    texts = [
+        {"id": f"d{number}", "text": f"{number}: " + "The mayor of Fenbury is Renna Velley. " * 2}
+        for number in range(30)
+    ]
+    assert small.post("/v1/documents:warm", json={"documents": texts[:1]}).json()["num_evicted"] == 0
+    summary = small.post("/v1/documents:warm", json={"documents": texts}).json()
+    assert summary["num_computed"] == 29 and 0 < summary["num_evicted"] < 30
+    streamed = small.post("/v1/documents:warm", json={"documents": texts, "stream": True}).text
+    assert '"num_evicted":0' not in streamed.rpartition("event: ")[2]
+    assert alpha.post("/v1/documents:warm", json={"documents": texts}).json()["num_evicted"] == 0

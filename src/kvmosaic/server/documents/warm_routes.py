@@ -13,7 +13,7 @@ from kvmosaic.api.warming import WarmedObject, WarmOneRequest, WarmOptions, Warm
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
-from kvmosaic.server.documents.warmup import WarmJob, check_warmable, warm
+from kvmosaic.server.documents.warmup import WarmJob, check_warmable, num_evictions, warm
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.generation.sse import EventStream, event, open_stream
 from kvmosaic.server.json_body import ParsedRoute
@@ -67,20 +67,24 @@ def router(services: Services) -> APIRouter:
 
 async def _events(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> AsyncGenerator[str, None]:
     started, summary = time.monotonic(), WarmSummary.empty()
+    evictions = await num_evictions(services, tenant)
     async with aclosing(warm(services, tenant, job, request_id)) as ends:
         async for warmed in ends:
             summary.add(warmed)
             yield event(WarmedObject.of(warmed), "document.failed" if warmed.error else "document.warmed")
     summary.ms = round((time.monotonic() - started) * 1e3, 3)
+    summary.num_evicted = max(await num_evictions(services, tenant) - evictions, 0)
     yield event(summary, "documents.warmed")
 
 
 async def _whole(services: Services, tenant: Tenant, job: WarmJob, request_id: str) -> WarmSummary:
     """Returns one reply for all; raises the first error if none could be warmed."""
-    started = time.monotonic()
+    started, evictions = time.monotonic(), await num_evictions(services, tenant)
     async with aclosing(warm(services, tenant, job, request_id)) as ends:
         ended = [warmed async for warmed in ends]
-    return WarmSummary.of(ended, time.monotonic() - started)
+    summary = WarmSummary.of(ended, time.monotonic() - started)
+    summary.num_evicted = max(await num_evictions(services, tenant) - evictions, 0)
+    return summary
 
 
 def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tuple[Document | str, ...]:
@@ -92,14 +96,12 @@ def _documents_of(services: Services, tenant: Tenant, body: WarmRequest) -> tupl
     """
     store = services.documents
     chosen = body.chosen(lambda: [document.id for document in store.documents(tenant.name)])
-    for document_id in chosen:
-        if isinstance(document_id, str):
-            store.get(tenant.name, document_id)
+    store.check_stored(tenant.name, [name for name in chosen if isinstance(name, str)])
     return chosen
 
 
 _EXAMPLE = (
     'event: document.warmed\ndata: {"object":"document.warmed","index":0,"id":"ferry","tokens":120,"chunks":1,'
     '"was_cached":false,"ms":8.4}\n\nevent: documents.warmed\ndata: {"object":"documents.warmed","num_documents":1,'
-    '"num_computed":1,"num_cached":0,"num_failed":0,"tokens":120,"ms":9.1}\n\n'
+    '"num_computed":1,"num_cached":0,"num_failed":0,"tokens":120,"num_evicted":0,"ms":9.1}\n\n'
 )

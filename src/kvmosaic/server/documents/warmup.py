@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
 from kvmosaic.prompt.patterns import FindDocuments
-from kvmosaic.server.errors import as_api_error
+from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
+logger = logging.getLogger("kvmosaic.server")
 WINDOW = 8
 """Documents in progress at once: enough to fill steps, few enough to leave room for other requests."""
 
@@ -82,6 +84,35 @@ async def warm(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def num_evictions(services: Services, tenant: Tenant) -> int:
+    """Returns how many chunks of a tenant have been evicted so far."""
+    usage = await services.engine.call(lambda engine: engine.kv_cache.tenant_usage(tenant.name))
+    return usage.num_evictions
+
+
+async def warm_stored(services: Services) -> None:
+    """Computes the stored documents of all tenants, the newest first, as far as the cache has room.
+
+    They are computed for requests with the system text `warm_system`, and as other requests leave time for it.
+    """
+    for tenant in services.tenants:
+        stored = await asyncio.to_thread(services.documents.documents, tenant.name)
+        job = WarmJob(tuple(document.id for document in reversed(stored)), services.settings.warm_system)
+        num_tokens, evictions = 0, await num_evictions(services, tenant)
+        try:
+            async with aclosing(warm(services, tenant, job, "warm-on-start")) as ends:
+                async for warmed in ends:
+                    num_tokens += warmed.num_tokens
+                    if await num_evictions(services, tenant) > evictions:
+                        logger.warning("the cache is full after %d tokens of stored documents", num_tokens)
+                        break
+        except ApiError as error:
+            logger.warning("stored documents are not computed at the start: %s", error.message)
+            return
+        if stored:
+            logger.info("computed %d tokens of %d stored documents at the start", num_tokens, len(stored))
 
 
 async def _end_of(
