@@ -60,4 +60,5 @@ def test_keys_file_of_the_page_about_tenants_is_one(tmp_path: Path) -> None:
     for flag in re.findall(r"`--([a-z-]+)", text):
         assert flag.replace("-", "_") in ServerSettings.model_fields, flag
     for path in OPEN_PATHS:
-        assert f"`{path}`" in text
+        is_of_page = path.startswith("/docs/")  # what `/docs` loads
+        assert is_of_page or f"`{path}`" in text
