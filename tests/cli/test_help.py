@@ -14,7 +14,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.option_groups import option_type
 from kvmosaic.layout import ChunkContext
 
-COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
+COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "documents", "serve", "vllm", "sleep", "wake")
 
 
 def kvmosaic(*arguments: str) -> subprocess.CompletedProcess[str]:

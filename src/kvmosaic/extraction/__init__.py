@@ -29,7 +29,7 @@ WALL_SECONDS = 120.0
 
 
 def is_readable(filename: str) -> bool:
-    """Whether the suffix of a file is one of those that are read."""
+    """Whether files with this suffix are read."""
     return suffix_of(filename) in SUFFIXES
 
 

@@ -24,8 +24,9 @@ def accepted(services: Services, body: DocumentContent, document_id: str | None)
         InvalidDocument: a text or title that cannot be stored.
         InvalidPrompt, ChunkCacheFull: it is too long, see `check_length`.
     """
-    draft = body.draft(services.documents)
-    check_length(services.llm, draft, document_id)
+    draft, limits = body.draft(services.documents), services.documents.limits
+    if len(draft.text) <= min(limits.max_characters, limits.max_bytes):  # the store refuses longer ones
+        check_length(services.llm, draft, document_id)
     return draft
 
 
