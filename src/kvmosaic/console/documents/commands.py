@@ -30,7 +30,7 @@ Glob = Annotated[
 ]
 Prefix = Annotated[str, typer.Option(metavar="TEXT", help="Beginning of the ids; the rest is the file's path.")]
 Delete = Annotated[
-    bool, typer.Option("--delete", help="Delete documents whose files are gone; only those that came from files.")
+    bool, typer.Option("--delete", help="Delete documents whose files are gone; others that came from no file stay.")
 ]
 Pin = Annotated[bool, typer.Option("--pin", help="Keep them in the cache once they are computed.")]
 Ttl = Annotated[

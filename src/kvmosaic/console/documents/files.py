@@ -29,7 +29,7 @@ class FileFields:
     ttl_seconds: int | None = None
 
     def values(self) -> dict[str, Any]:
-        """Returns those that are set."""
+        """Returns the fields that are set."""
         pinned = {"pinned": True} if self.pinned else {}
         return pinned if self.ttl_seconds is None else {**pinned, "ttl_seconds": self.ttl_seconds}
 
@@ -43,7 +43,7 @@ def files_of(folder: Path, pattern: str | None) -> dict[str, Path]:
     found = find_documents(folder, pattern or "**/*", MAX_FILES).values()
     files = {path.relative_to(folder).as_posix(): path for path in found if pattern or is_readable(path.name)}
     if not files:
-        raise InvalidDocument(f"{folder} has no file that can be read; those that can: {', '.join(SUFFIXES)}")
+        raise InvalidDocument(f"{folder} has no file that can be read; suffixes: {', '.join(SUFFIXES)}")
     return files
 
 

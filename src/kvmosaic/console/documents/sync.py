@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def add_files(
 
     Args:
         server: where to.
-        paths: files; those that end in .jsonl have one document per line; "-": lines of standard input.
+        paths: files; a .jsonl file has one document per line; "-": lines of standard input.
         document_id: id of the only file, in place of its name.
         fields: of all files, but not of lines.
 
@@ -139,24 +140,21 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, seconds: float) -> N
 
     A file that is still being written is sent once it has not changed for `seconds`.
     """
-    synced: object = None
-    last: object = None
-    while True:
-        try:
-            now = _signature(sync)
-            if now != synced and now == last:
-                counts = sync_folder(server, sync)
-                counts.show(as_json=False)
-                if counts.is_interrupted:
-                    return
-                synced = now
-            last = now
-        except (ServerError, InvalidDocument) as error:
-            typer.echo(f"kvmosaic: {one_line(str(error), 400)}; trying again", err=True)
-        try:
+    synced = last = None
+    with suppress(KeyboardInterrupt):
+        while True:
+            try:
+                now = _signature(sync)
+                if now != synced and now == last:
+                    counts = sync_folder(server, sync)
+                    counts.show(as_json=False)
+                    if counts.is_interrupted:
+                        return
+                    synced = now
+                last = now
+            except (ServerError, InvalidDocument) as error:
+                typer.echo(f"kvmosaic: {one_line(str(error), 400)}; trying again", err=True)
             time.sleep(seconds)
-        except KeyboardInterrupt:
-            return
 
 
 def _signature(sync: FolderSync) -> dict[str, tuple[int, int]]:
