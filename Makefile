@@ -61,7 +61,7 @@ test-portable: $(VENV)/.installed-dev
 	$(AVX2) KVMOSAIC_CPU_ISA=portable $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(BY_KERNEL)
 
 test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
-	$(BIN)/python scripts/fetch_real_model.py --folder
+	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
 	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -m real tests/real
 	$(VLLM_VENV)/bin/python -m pytest -m real tests/real/vllm
 

@@ -1,4 +1,4 @@
-"""Command line: run, plan, check, demo, bench, eval, tune, warm, cache, serve, vllm, sleep, wake.
+"""Command line: run, plan, check, demo, bench, eval, tune, warm, cache, documents, serve, vllm, sleep, wake.
 
 Commands import what they need when they run, so that `--help` does not import torch.
 """
@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
+from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
@@ -72,6 +73,7 @@ app = CommandGroup(
 
 
 app.add_typer(cache, name="cache")
+app.add_typer(documents, name="documents")
 app.add_typer(vllm, name="vllm")
 
 

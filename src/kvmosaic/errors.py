@@ -6,6 +6,7 @@
     │   ├── InvalidPreamble           a rule for the end of the preamble that cannot be read or used
     │   ├── InvalidProfile            a file that is no profile of this model
     │   ├── InvalidTrace              a file of recorded requests that cannot be read or replayed
+    │   ├── MissingExtra              a library that is not installed, of one of our extras
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
     ├── InvalidPrompt                 a prompt that cannot be answered
@@ -87,6 +88,10 @@ class InvalidProfile(InvalidConfig):
 
 class InvalidTrace(InvalidConfig):
     """A file of recorded requests that cannot be read or replayed."""
+
+
+class MissingExtra(InvalidConfig):
+    """What was asked for needs a library that is not installed."""
 
 
 class NativeUnavailable(InvalidConfig):

@@ -19,7 +19,7 @@ from kvmosaic.console.option_groups import option_type
 from kvmosaic.layout import ChunkContext
 from kvmosaic.server.options import serve_app
 
-COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "serve", "vllm", "sleep", "wake")
+COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "documents", "serve", "vllm", "sleep", "wake")
 
 
 def kvmosaic(*arguments: str) -> subprocess.CompletedProcess[str]:

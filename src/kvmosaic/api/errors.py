@@ -75,6 +75,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.InvalidSampling, 400, INVALID_REQUEST, None),
     (errors.InvalidRepair, 400, INVALID_REQUEST, "invalid_repair"),
     (errors.InvalidPreamble, 400, INVALID_REQUEST, "invalid_preamble"),
+    (errors.MissingExtra, 501, INVALID_REQUEST, "missing_extra"),
     (errors.InvalidConfig, 400, INVALID_REQUEST, None),
     (errors.UnknownDocument, 404, INVALID_REQUEST, "document_not_found"),
     (errors.DocumentExists, 409, INVALID_REQUEST, "document_exists"),

@@ -23,7 +23,8 @@ MAX_REPLY_BYTES = 2**16
 MAX_URL_CHARACTERS = 2_048
 MAX_MESSAGE_CHARACTERS = 400
 
-Method = Literal["GET", "POST"]
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+_FOR_ADMINS = ("/sleep", "/wake_up", "/v1/documents:sleep")
 
 
 def fields_of_server(
@@ -33,18 +34,33 @@ def fields_of_server(
     *,
     method: Method = "POST",
     body: Mapping[str, Any] | None = None,
+    lines: bytes | None = None,
     max_bytes: int = MAX_REPLY_BYTES,
 ) -> dict[str, Any]:
     """Returns the fields of a server's reply; empty if it is no JSON object or longer than `max_bytes`.
+
+    Args:
+        url: where the server is.
+        path: of the request, with its query.
+        timeout: longest wait for a part of the reply, in seconds.
+        method: of the request.
+        body: a body of JSON.
+        lines: in its place, a body of one JSON object per line.
+        max_bytes: of the reply.
 
     Raises:
         InvalidConfig: an address or a key that cannot be one.
         ServerError: it cannot be reached, or refuses.
     """
     place = _place_of(url)
-    status, headers, reply = _call(url, place, method, path, timeout, body, max_bytes)
+    sent: tuple[bytes, str | None] = (b"", None)
+    if body is not None:
+        sent = json.dumps(body).encode(), "application/json"
+    elif lines is not None:
+        sent = lines, "application/jsonl"
+    status, headers, reply = _call(url, place, method, path, timeout, sent, max_bytes)
     fields = _fields_of(reply)
-    if status != 200:
+    if status not in (200, 201):
         raise ServerError(_refusal(url, method, path, status, headers, fields.get("error")))
     return fields
 
@@ -73,18 +89,19 @@ def _call(
     method: Method,
     path: str,
     timeout: float,
-    body: Mapping[str, Any] | None,
+    sent: tuple[bytes, str | None],
     max_bytes: int,
 ) -> tuple[int, Mapping[str, str], bytes]:
-    """Sends one request; returns status, headers (lower-case names) and body of the reply.
+    """Sends one request, a body and its type; returns status, headers (lower-case names) and body of the reply.
 
     Uses no proxy and follows no redirect: the key of an admin goes to the address that was given.
     """
     connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
     connection = connect(place.hostname or "", place.port, timeout=min(CONNECT_SECONDS, timeout))
     headers = {"Accept": "application/json", **_authorization()}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
+    content, content_type = sent
+    if content_type is not None:
+        headers["Content-Type"] = content_type
     try:
         try:
             connection.connect()
@@ -95,9 +112,7 @@ def _call(
                 f"nothing listens at {url}; start a server with `kvmosaic serve`, or give --url"
             ) from error
         connection.sock.settimeout(timeout)
-        connection.request(
-            method, place.path.rstrip("/") + path, json.dumps(body) if body is not None else b"", headers
-        )
+        connection.request(method, place.path.rstrip("/") + path, content, headers)
         reply = connection.getresponse()
         text = reply.read(max_bytes)
     except TimeoutError as error:
@@ -131,18 +146,20 @@ def _fields_of(reply: bytes) -> dict[str, Any]:
 
 
 def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
-    """Returns one line about a reply that is not 200, and the fix. A GET works with any key."""
+    """Returns one line about a reply that is an error, and the fix."""
     told = error.get("message") if isinstance(error, dict) else None
     why = one_line(told, MAX_MESSAGE_CHARACTERS) if isinstance(told, str) else f"it answers {status} and nothing else"
     if 300 <= status < 400:
         return f"{url} sends to another address; give that one as --url"
     if status == 401:
         is_given = bool(_authorization())
-        whose = "yours" if method == "GET" else "that of an admin"
+        whose = "that of an admin" if path.startswith(_FOR_ADMINS) else "yours"
         wanted = f"needs a key; set {KEY_VARIABLE} to {whose}"
         return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if is_given else wanted}"
     if status == 403 and isinstance(error, dict) and error.get("code") == "admin_only":
         return f"the API key in {KEY_VARIABLE} is not that of an admin of {url}"
+    if status == 404 and isinstance(error, dict) and error.get("code") == "document_not_found":
+        return why
     if status in (404, 405, 501):
         return f"{url} has no {path.partition('?')[0]}: not a kvmosaic server, or an older one; look at --url"
     if status == 503:

@@ -60,6 +60,7 @@ def build_app(services: Services) -> FastAPI:
         admission=services.admission,
         threads=services.threads,
         max_body_bytes=settings.max_body_bytes,
+        max_upload_bytes=max(settings.max_documents_bytes, settings.max_body_bytes),
     )
     app.add_middleware(AuthenticationMiddleware, tenants=services.tenants, settings=settings)
     if settings.allowed_origins:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvmosaic.server.admission import Admission, RequestThreads
+from kvmosaic.server.admission import Admission, FairThreads, RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.metrics.request_log import RequestLog
 from kvmosaic.server.settings import ServerSettings
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvmosaic.server.metrics.prometheus import ServerMetrics
     from kvmosaic.server.tracing.export import Tracing
 
+NUM_FILE_THREADS = 2
+"""Maximum number of uploaded files read at once, one of them of a single tenant."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ class Services:
     documents: DocumentStore
     admission: Admission
     threads: RequestThreads
+    file_threads: FairThreads
+    """They wait for the processes that read uploaded files."""
     records: RequestLog
     metrics: ServerMetrics
     runner: PromptRunner
@@ -87,6 +91,7 @@ class Services:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.threads.shutdown()
+        self.file_threads.shutdown()
         await asyncio.to_thread(self.documents.close)
 
 
@@ -129,12 +134,25 @@ def build_services(
         clock=clock,
     )
     threads = RequestThreads(admission, tenants, settings.request_cpu_seconds)
+    weights = {tenant.name: tenant.weight for tenant in tenants}
+    file_threads = FairThreads(NUM_FILE_THREADS, weights, name="kvmosaic-file")
     records, now = RequestLog(), clock or time.time
     readings = ServerReadings(llm, engine, tenants, documents, admission)
     metrics = ServerMetrics(readings, settings.model_names[0], records)
     runner = PromptRunner(engine, admission, records, metrics, now)
     services = Services(
-        settings, llm, engine, tenants, documents, admission, threads, records, metrics, runner, clock=now
+        settings,
+        llm,
+        engine,
+        tenants,
+        documents,
+        admission,
+        threads,
+        file_threads,
+        records,
+        metrics,
+        runner,
+        clock=now,
     )
     services.tracing = _open_tracing(settings, llm, span_exporter)
     engine.start()

@@ -142,11 +142,11 @@ def test_half_of_a_surrogate_pair_gives_400(alpha: Client) -> None:
 
 def test_more_than_a_tenant_may_store_gives_413_or_429(alpha: Client, beta: Client) -> None:
     assert code_of(alpha.post("/v1/documents", json={"text": "x" * 100_001}), 413) == "document_too_large"
-    alpha.store("x", "x" * 60_000)
-    assert code_of(alpha.post("/v1/documents", json={"text": "y" * 60_000}), 429) == "document_store_full"
-    beta.store("x", "x" * 60_000)
-    alpha.store("x", "x")
-    for number in range(49):
+    for number in range(26):
+        alpha.store(f"d{number}", "x" * 3_800)
+    assert code_of(alpha.post("/v1/documents", json={"text": "y" * 3_800}), 429) == "document_store_full"
+    beta.store("x", "x" * 3_800)
+    for number in range(50):
         alpha.store(f"d{number}", "text")
     assert code_of(alpha.put("/v1/documents/one-more", json={"text": "text"}), 429) == "document_store_full"
     alpha.store("d0", "replacing needs no place")

@@ -13,12 +13,12 @@ __all__ = ["router"]
 
 
 def router(services: Services) -> APIRouter:
-    """Returns all routes of /v1/documents over one set of services."""
+    """Returns all routes of /v1/documents and /v1/files over one set of services."""
     from fastapi import APIRouter
 
-    from kvmosaic.server.documents import routes, warm_routes
+    from kvmosaic.server.documents import files, routes, uploads, warm_routes
 
-    both = APIRouter()
-    both.include_router(warm_routes.router(services))
-    both.include_router(routes.router(services))
-    return both
+    all_routes = APIRouter()
+    for part in (uploads, files, warm_routes, routes):  # those with a verb before the ids
+        all_routes.include_router(part.router(services))
+    return all_routes

@@ -22,6 +22,7 @@ from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
 from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
+from kvmosaic.server.documents.length_check import accepted
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.services import Services
@@ -60,7 +61,7 @@ def router(services: Services) -> APIRouter:
     )
     async def create_document(body: NewDocument, response: Response, tenant: Asker) -> DocumentObject:
         """Stores a document. An id that is taken gives 409; PUT replaces."""
-        draft = await services.in_thread(tenant.name, body.draft, store)
+        draft = await services.in_thread(tenant.name, accepted, services, body, body.id)
         document = await services.in_thread(tenant.name, store.create, tenant.name, draft, body.id)
         return await _stored(services, tenant, document, response, draft)
 
@@ -116,7 +117,7 @@ def router(services: Services) -> APIRouter:
         text ends on it.
         """
         body.check_id(document_id)
-        draft = await services.in_thread(tenant.name, body.draft, store)
+        draft = await services.in_thread(tenant.name, accepted, services, body, document_id)
         document, is_new = await services.in_thread(
             tenant.name, store.put, tenant.name, document_id, draft, _match(if_match)
         )

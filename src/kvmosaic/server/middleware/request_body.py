@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.error_forms import MESSAGES_ROUTE
@@ -29,6 +30,12 @@ SMALL_BODY_BYTES = 2**16
 
 ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_ROUTE)
 """Routes that run the engine."""
+UPLOADS = ("/v1/documents:batch", "/v1/files")
+"""Routes that read a body piece by piece, which may be longer than others."""
+MAX_UPLOADS = 8
+"""Maximum number of uploads in progress. A tenant may have half of what others leave free, rounded up."""
+
+_CLOSE = {"Connection": "close"}
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -42,13 +49,23 @@ class RequestBodyMiddleware:
     A route that fails before its reply has begun answers in the shape of its API; the exception goes to the log.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission, threads: RequestThreads, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        threads: RequestThreads,
+        max_body_bytes: int,
+        max_upload_bytes: int,
+    ) -> None:
         self._app = app
         self._admission = admission
         self._threads = threads
         self._max_body_bytes = max_body_bytes
+        self._max_upload_bytes = max_upload_bytes
         self._num_bytes: dict[str, int] = {}
         """By tenant: bytes of bodies in memory."""
+        self._uploads: dict[str, int] = {}
+        """By tenant: uploads in progress."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -56,6 +73,8 @@ class RequestBodyMiddleware:
             return await self._app(scope, receive, send)
         if scope["method"] in READING:  # the body of such a request is never read, so it cannot bypass the limits
             return await _Conversation(self._app, scope, receive, send).run(b"")
+        if scope["method"] == "POST" and scope["path"].endswith(UPLOADS):
+            return await self._upload(scope, receive, send)
         tenant = Request(scope).state.tenant
         body = bytearray()
         num_bytes = 0
@@ -79,6 +98,61 @@ class RequestBodyMiddleware:
         finally:
             self._add(tenant.name, -(len(body) or num_bytes))
 
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request whose route reads the body itself, in pieces that are counted and must keep coming."""
+        num_bytes, is_whole, has_begun = 0, False, False
+
+        async def counted() -> Message:
+            nonlocal num_bytes, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    message = await receive()
+            except TimeoutError:
+                message_text = f"nothing of the body came for {BODY_SECONDS:g} s; what was read before is stored"
+                raise ApiError(408, message_text, code="body_timeout", headers=_CLOSE) from None
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_upload_bytes:
+                limit = f"{self._max_upload_bytes} bytes (--max-documents-bytes)"
+                told = f"the body is longer than {limit}; send it in parts. What was read before is stored"
+                raise ApiError(413, told, code="body_too_large", headers=_CLOSE)
+            is_whole = not message.get("more_body", False)
+            return message
+
+        async def forward(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            with self._uploading(Request(scope).state.tenant.name):
+                await self._app(scope, counted, forward)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            refusal = as_api_error(error, request_id_of(Request(scope)))
+            if not has_begun:
+                await reply_of_error(refusal, scope)(scope, receive, forward)
+
+    @contextmanager
+    def _uploading(self, tenant: str) -> Iterator[None]:
+        """Counts an upload of a tenant.
+
+        Raises:
+            ApiError: 429, there are too many.
+        """
+        num_free = MAX_UPLOADS - sum(self._uploads.values())
+        if self._uploads.get(tenant, 0) >= max(num_free, 0):
+            raise self._admission.full(f"too many uploads of {tenant!r} are in progress", "uploads_full")
+        self._uploads[tenant] = self._uploads.get(tenant, 0) + 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            if not self._uploads[tenant]:
+                del self._uploads[tenant]
+
     def _add(self, tenant: str, num_bytes: int) -> None:
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes
         if not self._num_bytes[tenant]:
@@ -97,7 +171,7 @@ class RequestBodyMiddleware:
                     413,
                     f"the body is longer than {most} bytes (--max-body-bytes); send less at once",
                     code="body_too_large",
-                    headers={"Connection": "close"},
+                    headers=_CLOSE,
                 )
             num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
             if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):

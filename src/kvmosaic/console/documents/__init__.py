@@ -1,0 +1,1 @@
+"""The command `kvmosaic documents`: the documents that a running server stores."""

@@ -1,0 +1,131 @@
+"""A process that reads one file from standard input and writes its text to standard output, within limits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+
+MAX_MEMORY_BYTES = 2**30
+MAX_CPU_SECONDS = 30
+MAX_TEXT_BYTES = 2**27
+MAX_UNPACKED_BYTES = 2**26
+"""Maximum bytes of all files in a DOCX archive."""
+MAX_PAGES = 20_000
+REFUSED = 3
+"""Exit code: the reason is on standard output."""
+REFUSED_LIMITS = 4
+"""Exit code: too much memory or time."""
+
+
+class Unreadable(Exception):
+    """A file that cannot be read; the message says why."""
+
+
+def read_pdf(content: bytes) -> str:
+    """Returns the text of a PDF, with a line before each page."""
+    import pypdfium2
+
+    try:
+        pdf = pypdfium2.PdfDocument(content)
+    except pypdfium2.PdfiumError as error:
+        raise Unreadable(f"not a PDF, or one with a password ({error})") from None
+    if len(pdf) > MAX_PAGES:
+        raise Unreadable(f"it has {len(pdf)} pages; at most {MAX_PAGES} are read, split it")
+    texts, num_characters = [], 0
+    for number in range(len(pdf)):
+        page = pdf[number]
+        text = page.get_textpage().get_text_bounded().replace("\r\n", "\n").replace("\0", "").strip()
+        page.close()
+        num_characters += len(text)
+        if num_characters > MAX_TEXT_BYTES:
+            raise Unreadable(f"it has more than {MAX_TEXT_BYTES} characters; split it")
+        if text:
+            texts.append(f"[page {number + 1}]\n{text}")
+    return "\n\n".join(texts)
+
+
+def read_html(content: bytes) -> str:
+    """Returns the text of a web page as Markdown, without scripts, styles, images and addresses of links."""
+    from bs4 import BeautifulSoup
+    from markdownify import MarkdownConverter
+
+    soup = BeautifulSoup(content, "html.parser")
+    for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img"]):
+        tag.decompose()
+    text: str = MarkdownConverter(heading_style="ATX", strip=["a"], escape_misc=False).convert_soup(soup)
+    lines = (line.rstrip() for line in text.splitlines())
+    kept: list[str] = []
+    for line in lines:
+        if line or (kept and kept[-1]):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def read_docx(content: bytes) -> str:
+    """Returns the text of a Word document as Markdown, without images."""
+    import mammoth
+
+    try:
+        archive = zipfile.ZipFile(BytesIO(content))
+        num_bytes = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise Unreadable(f"not a DOCX file ({error})") from None
+    if num_bytes > MAX_UNPACKED_BYTES:
+        raise Unreadable(f"it unpacks to {num_bytes} bytes; at most {MAX_UNPACKED_BYTES} are read, split it")
+    try:
+        page = mammoth.convert_to_html(BytesIO(content), convert_image=mammoth.images.img_element(lambda image: {}))
+    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+        raise Unreadable(f"not a DOCX file ({type(error).__name__})") from None
+    return read_html(page.value.encode())
+
+
+READERS: dict[str, Callable[[bytes], str]] = {
+    ".pdf": read_pdf,
+    ".html": read_html,
+    ".htm": read_html,
+    ".docx": read_docx,
+}
+
+
+def main(suffix: str) -> int:
+    """Reads one file; returns the exit code."""
+    _limit()
+    try:
+        code, text = 0, READERS[suffix](sys.stdin.buffer.read())
+    except Unreadable as error:
+        code, text = REFUSED, str(error)
+    except (MemoryError, RecursionError):
+        return REFUSED_LIMITS
+    except Exception as error:  # whatever a library raises for a damaged file
+        code, text = REFUSED, f"it is damaged ({type(error).__name__})"
+    output = text.encode("utf-8", "replace")
+    if len(output) > MAX_TEXT_BYTES:
+        code, output = REFUSED, f"it has more than {MAX_TEXT_BYTES} bytes of text; split it".encode()
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()
+    return code
+
+
+def _limit() -> None:
+    """Sets the limits of this process, where the system has them."""
+    with suppress(ImportError):
+        import resource
+
+        for kind, limit in (
+            (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
+            (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
+            (resource.RLIMIT_FSIZE, MAX_TEXT_BYTES),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            _, highest = resource.getrlimit(kind)
+            resource.setrlimit(kind, (limit if highest == resource.RLIM_INFINITY else min(limit, highest), highest))
+    with suppress(AttributeError, OSError):
+        os.nice(10)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Text of files, and files that are made to exhaust memory or time."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import zlib
+from contextlib import suppress
+
+import pytest
+from support.files import docx_file, pdf_file
+
+from kvmosaic.errors import InvalidDocument, MissingExtra
+from kvmosaic.extraction import extract_text
+
+
+def test_web_page_becomes_markdown_without_scripts() -> None:
+    page = (
+        "<html><head><title>no</title></head><body><h1>Häfen</h1><ul><li>one</li><li><a href='http://x'>two</a></li>"
+        "</ul><table><tr><th>a</th></tr><tr><td>b</td></tr></table><style>no</style><img alt='no'></body></html>"
+    )
+    text = extract_text(page.encode(), "page.HTML")
+    assert text.startswith("# Häfen\n\n* one\n* two\n")
+    assert "| b |" in text and "no" not in text and "http" not in text
+
+
+def test_pages_of_a_pdf_are_marked() -> None:
+    assert extract_text(pdf_file("One.", "", "Three."), "a.pdf") == "[page 1]\nOne.\n\n[page 3]\nThree."
+
+
+def test_headings_of_a_word_document_are_marked() -> None:
+    assert extract_text(docx_file("Ferry", "It leaves."), "a.docx") == "# Ferry\n\nIt leaves."
+
+
+def test_markdown_and_text_stay_as_they_are() -> None:
+    assert extract_text("\ufeff# One\r\n*two*".encode(), "a.md") == "# One\r\n*two*"
+    assert extract_text(b"plain", "README") == "plain"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "told"),
+    [
+        (b"\xff\xfe", "a.txt", "not UTF-8"),
+        (b"a\0b", "a.txt", "NUL"),
+        (b" \n", "a.txt", "no text"),
+        (pdf_file(""), "a.pdf", "OCR"),
+        (b"<p></p>", "a.html", "no text"),
+        (b"not a pdf", "a.pdf", "not a PDF"),
+        (b"PK\x05\x06" + bytes(18), "a.docx", "not a DOCX"),
+    ],
+)
+def test_file_without_text_is_refused_with_the_reason(content: bytes, name: str, told: str) -> None:
+    with pytest.raises(InvalidDocument, match=told):
+        extract_text(content, name)
+
+
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmosaic.extraction.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pypdfium2 .* pip install 'kvmosaic\[files\]'"):
+        extract_text(b"%PDF", "a.pdf")
+
+
+def test_word_document_that_unpacks_to_much_is_refused() -> None:
+    content = docx_file("One", "two", padding=100_000_000)
+    assert len(content) < 2**19
+    with pytest.raises(InvalidDocument, match="unpacks to"):
+        extract_text(content, "a.docx")
+
+
+def test_pdf_with_a_stream_that_unpacks_to_much_is_refused_or_read() -> None:
+    """Whatever the library makes of it, this process needs no more memory."""
+    squeezed = zlib.compress(b"(word) Tj " * 30_000_000, 9)
+    head, tail = (
+        pdf_file("x").split(b"<< /Length 38 >>\nstream\n", 1)[0],
+        b"\nendstream\nendobj\ntrailer << /Root 1 0 R >>",
+    )
+    content = head + b"<< /Filter /FlateDecode /Length %d >>\nstream\n" % len(squeezed) + squeezed + tail
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with suppress(InvalidDocument):
+        extract_text(content, "a.pdf")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, sys.platform
+
+
+def test_deeply_nested_page_is_refused() -> None:
+    with pytest.raises(InvalidDocument, match="memory or time"):
+        extract_text(b"<div>" * 20_000, "a.html")
