@@ -1,4 +1,4 @@
-"""A whole RAG application: passages of a folder in a vector store, and answers from those that fit a question.
+"""A whole RAG application: passages of a folder in a vector store, and answers from the passages that fit a question.
 
     pip install 'kvmosaic[server,files]' lancedb
     kvmosaic serve
