@@ -142,6 +142,11 @@ def test_body_longer_than_the_store_is_cut_off(client: httpx.Client) -> None:
     assert client.get("/readyz").status_code == 200
 
 
+def test_document_whose_id_ends_like_an_upload_is_no_upload(client: httpx.Client) -> None:
+    reply = client.put("/v1/documents/my/v1/files", json={"text": "x" * 5_000})
+    assert reply.status_code == 413 and "--max-body-bytes" in reply.json()["error"]["message"]
+
+
 def test_tenant_has_as_many_uploads_as_leave_room_for_others(narrow: RunningServer) -> None:
     head = b"POST /v1/documents:batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/jsonl\r\n"
     open_ones = []

@@ -96,7 +96,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get(
         ROUTE + "/{file_id}/content",
-        response_class=PlainTextResponse,
+        response_model=None,
         responses={200: {"content": {"text/plain": {}}, "description": "The text of the file, as models read it."}},
     )
     async def get_file_content(file_id: FileId, tenant: Asker) -> PlainTextResponse:

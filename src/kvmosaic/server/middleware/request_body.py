@@ -73,7 +73,7 @@ class RequestBodyMiddleware:
             return await self._app(scope, receive, send)
         if scope["method"] in READING:  # the body of such a request is never read, so it cannot bypass the limits
             return await _Conversation(self._app, scope, receive, send).run(b"")
-        if scope["method"] == "POST" and scope["path"].endswith(UPLOADS):
+        if scope["path"].removeprefix(scope.get("root_path", "")) in UPLOADS:
             return await self._upload(scope, receive, send)
         tenant = Request(scope).state.tenant
         body = bytearray()
