@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from server.documents.world import Client, DocumentServer
-from support.server import RunningServer, wait_until
+from support.server import RunningServer, ServeCommand, wait_until
 
 from kvmosaic.api.uploading import LineBuffer
 
@@ -109,6 +109,17 @@ def test_files_become_documents_under_their_names(alpha: Client) -> None:
 def test_body_of_another_kind_gives_400(alpha: Client, content: bytes, kind: str) -> None:
     reply = alpha.post("/v1/documents:batch", content=content, headers={"Content-Type": kind})
     assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+def test_damaged_form_is_refused_and_not_logged() -> None:
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\xc2bad\r\n\r\nx\r\n--x--'
+    with ServeCommand() as command:
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        reply = httpx.post(command.until_ready().url + "/v1/documents:batch", content=body, headers=kind)
+        assert reply.status_code == 400, reply.text
+        command.stop()
+        command.wait()
+        assert "invalid character" not in command.log and "Traceback" not in command.log
 
 
 def test_upload_needs_the_key(server: RunningServer) -> None:

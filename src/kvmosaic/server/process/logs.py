@@ -49,7 +49,8 @@ def set_up_logs(level: str, log_format: LogFormat = "text") -> None:
             "handlers": {"stderr": handler},
             "loggers": {
                 name: {"handlers": ["stderr"], "level": chosen, "propagate": False}
-                for name, chosen in (("kvmosaic", number), ("uvicorn", quiet))
+                # the parser of forms warns of every damaged one
+                for name, chosen in (("kvmosaic", number), ("uvicorn", quiet), ("python_multipart", logging.ERROR))
             },
         }
     )
