@@ -35,6 +35,7 @@ def main() -> None:
         port = place.getsockname()[1]
     command = [sys.executable, "-m", "kvmosaic", "serve", "--port", str(port), "--chunk-cache-size", "32MiB"]
     command += ["--request-cache-size", "32MiB", "--position-strategy", "sequential", "--uvicorn-log-level", "error"]
+    command += ["--documents-dir", "none"]
     server = subprocess.Popen(command, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})  # noqa: S603
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:

@@ -62,7 +62,7 @@ def test_created_document_is_read_back_with_its_text_stripped() -> None:
     assert (made.version, made.content.text, made.content.title) == (1, "The ferry runs at 8.", "Ferry")
     assert (made.created_at, made.updated_at, made.expires_at) == (clock.now, clock.now, clock.now + 60)
     assert made.num_bytes == len("The ferry runs at 8.Ferry")
-    assert store.usage("a") == StoreUsage(1, made.num_bytes)
+    assert store.usage("a") == StoreUsage(1, made.num_bytes, last_change=1)
 
 
 def test_documents_without_id_get_ids_that_can_stand_in_an_address() -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -40,6 +42,20 @@ def start_browser() -> webdriver.Chrome:
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _REMEMBER_VIOLATIONS})
     return browser
+
+
+_AXE = """
+const tags = ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice', 'experimental'];
+const words = ({ id, impact, nodes }) =>
+  nodes.map((node) => `${id} (${impact}): ${node.html.slice(0, 120)}: ${node.failureSummary}`);
+axe.run(document, { runOnly: { type: 'tag', values: tags } })
+  .then(({ violations }) => arguments[0](violations.flatMap(words)));
+"""
+
+
+@cache
+def _axe() -> str:
+    return files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
 
 class Screen:
@@ -86,6 +102,22 @@ class Screen:
     def text(self, selector: str) -> str:
         return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))
 
+    def value(self, selector: str) -> str:
+        """What is in a field."""
+        return str(self.find(selector).get_property("value"))
+
+    def fill(self, selector: str, text: str) -> None:
+        """Types a text in place of that in a field."""
+        field = self.find(selector)
+        field.clear()
+        field.send_keys(text)
+
+    def titles(self) -> list[str]:
+        """The titles in the list of documents."""
+        return list(
+            self.run("return [...document.querySelectorAll('#documents .title')].map((one) => one.textContent)")
+        )
+
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Waits until something is true, and returns it."""
         end = time.monotonic() + SECONDS
@@ -93,6 +125,19 @@ class Screen:
             assert time.monotonic() < end, f"not within {SECONDS} s: {what}; notices: {self.text('#notices')!r}"
             time.sleep(0.03)
         return value
+
+    def axe(self) -> list[str]:
+        """What axe finds wrong for people who use assistive technology, with its experimental rules."""
+        self.until(lambda: not self.run("return document.getAnimations().length"), "the end of all transitions")
+        if not self.run("return 'axe' in window"):
+            self.run(_axe())
+        return list(self.browser.execute_async_script(_AXE))
+
+    def main_thread_seconds(self) -> float:
+        """CPU seconds that the main thread of this tab has used."""
+        self.browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+        metrics = self.browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
 
     def press(self, *keys: str) -> None:
         """Types into whatever has the focus."""

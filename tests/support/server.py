@@ -53,6 +53,7 @@ class RunningServer:
         self_check: bool = False,
         tiers: Sequence[Tier] | None = None,
         span_exporter: SpanExporter | None = None,
+        port: int = 0,
         **settings: Any,
     ) -> None:
         small = {"dtype": "float32", "device": "cpu", "chunk_cache_size": "32MiB", "request_cache_size": "32MiB"}
@@ -66,7 +67,7 @@ class RunningServer:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server-under-test", daemon=True)
-        self.port = 0
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -118,7 +119,7 @@ class RunningServer:
         self.app = build_app(self.services)
         self.app.openapi()
         config = uvicorn.Config(
-            self.app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=2
+            self.app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off", timeout_graceful_shutdown=2
         )
         self._server = uvicorn.Server(config)
         serving = asyncio.create_task(self._server.serve())

@@ -287,6 +287,14 @@ class ChunkObject(Reply):
     compute_ms: float
 
 
+class DocumentVersion(Reply):
+    """A version of a document that can still be read; one that changed no text is not listed."""
+
+    version: int
+    title: str | None
+    bytes: int
+
+
 class DocumentObject(Reply):
     """A stored document. Its text is sent only where one document is asked for."""
 
@@ -309,6 +317,9 @@ class DocumentObject(Reply):
     text: str | None = None
     chunks: Annotated[
         list[ChunkObject] | None, Field(description="Where its keys and values are; empty: not computed yet.")
+    ] = None
+    versions: Annotated[
+        list[DocumentVersion] | None, Field(description="The texts that can be read, the current one first.")
     ] = None
 
     @classmethod

@@ -52,6 +52,7 @@ GRACE_SECONDS = 600.0
 HITS_SECONDS = 5.0
 """Seconds after which hits are written to the database."""
 MAX_SEARCH_CHARACTERS = 256
+_USAGE = (TENANTS.c.num_documents, TENANTS.c.num_bytes, TENANTS.c.last_change)
 _BATCH = 500
 """Ids in one statement."""
 
@@ -288,7 +289,14 @@ class DocumentStore:
             raise _unknown(missing)
 
     def page(
-        self, tenant: str, *, limit: int = 20, after: str | None = None, order: Order = "desc", search: str = ""
+        self,
+        tenant: str,
+        *,
+        limit: int = 20,
+        after: str | None = None,
+        order: Order = "desc",
+        search: str = "",
+        ids: Sequence[str] | None = None,
     ) -> DocumentPage:
         """Returns some documents of a tenant in order of creation, without their texts.
 
@@ -300,6 +308,7 @@ class DocumentStore:
             after: the id of the last document seen (it may have been deleted since), or a `next_after`.
             order: by creation.
             search: part of their ids or titles, in any case.
+            ids: only those of them that have one of these ids; None: all.
 
         Raises:
             UnknownDocument: `after` is not in this list.
@@ -311,6 +320,8 @@ class DocumentStore:
             heads = heads.where(
                 or_(DOCUMENTS.c.id.icontains(part, autoescape=True), TEXTS.c.title.icontains(part, autoescape=True))
             )
+        if ids is not None:
+            heads = heads.where(DOCUMENTS.c.id.in_(ids))
         with self._database.read() as connection:
             if after is not None:
                 place = _place(connection, tenant, after)
@@ -401,12 +412,10 @@ class DocumentStore:
     def usage(self, tenant: str | None = None) -> StoreUsage:
         """Returns how much a tenant stores, or (None) all tenants together; replaced texts do not count."""
         self.expire(tenant)
-        sums = select(
-            *(func.coalesce(func.sum(column), 0) for column in (TENANTS.c.num_documents, TENANTS.c.num_bytes))
-        )
+        sums = select(*(func.coalesce(func.sum(column), 0) for column in _USAGE))
         with self._database.read() as connection:
             row = connection.execute(sums if tenant is None else sums.where(TENANTS.c.tenant == tenant)).one()
-        return StoreUsage(int(row[0]), int(row[1]))
+        return StoreUsage(*map(int, row))
 
     def owners(self, tenant: str, chunk_names: Iterable[str]) -> dict[str, StoredDocument]:
         """Returns the documents that have a readable text with these labels, by name of the chunk, without texts."""

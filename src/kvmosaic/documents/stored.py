@@ -147,6 +147,8 @@ class StoreUsage:
 
     num_documents: int
     num_bytes: int
+    last_change: int
+    """Grows with every change of a document; hits are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,25 @@ def own_server() -> Iterator[RunningServer]:
 @pytest.fixture
 def server(own_server: RunningServer) -> RunningServer:
     """Without documents and without anything cached."""
+    return emptied(own_server)
 
+
+@pytest.fixture(scope="module")
+def server_of_module(own_server: RunningServer) -> RunningServer:
+    """The same, once for all tests of a module."""
+    return emptied(own_server)
+
+
+def emptied(server: RunningServer) -> RunningServer:
     async def empty() -> None:
-        services = own_server.services
+        services = server.services
         for document in services.documents.documents("default"):
             services.documents.delete("default", document.id)
         services.documents.take_superseded()
         await services.engine.call(lambda engine: engine.kv_cache.reset())
 
-    own_server.call(empty)
-    return own_server
+    server.call(empty)
+    return server
 
 
 @pytest.fixture(scope="package")

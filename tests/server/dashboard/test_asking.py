@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from itertools import pairwise
 
 import httpx
 from support.screen import Screen
 from support.server import RunningServer
+
+from kvmosaic.documents import DocumentDraft
 
 
 def test_a_second_question_finds_what_the_first_one_computed(server: RunningServer, screen: Screen) -> None:
@@ -50,13 +54,53 @@ def test_recent_prompts_and_charts_follow_as_requests_end(server: RunningServer,
     screen.ask()
     screen.until(lambda: len(screen.all("#records > li")) >= min(before + 1, 6), "a new strip")
     newest = "#records > li:first-child"
-    screen.until(lambda: len(screen.segments(newest)) == 7, "the new strip on top")
-    assert screen.segments(newest) == screen.segments("#answer-strip")
+    assert len(screen.segments("#answer-strip")) == 7
+    screen.until(lambda: screen.segments(newest) == screen.segments("#answer-strip"), "the new strip on top")
     assert screen.text("#ttft-words").startswith("Median ")
     assert "prompt" in screen.find("#reuse-chart").get_attribute("aria-label")
     drawn = screen.run("return [...document.querySelectorAll('#charts .chart text')].map((one) => one.textContent)")
     assert any(text.endswith(" ms") for text in drawn)
     assert "100 %" in drawn
+
+
+def test_the_answer_is_as_long_as_it_may_be(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    length = screen.find("#answer-tokens")
+    assert length.get_attribute("value") == "128"
+    length.clear()
+    length.send_keys("1")
+    screen.ask()
+    assert "1 answer token, cut off at the answer length" in screen.text("#usage")
+    length.clear()
+    length.send_keys("0")
+    screen.click("#ask")
+    assert not screen.is_asking()
+    assert screen.run("return document.getElementById('answer-tokens').validity.rangeUnderflow")
+    length.clear()
+    length.send_keys("40")
+    screen.ask()
+    assert screen.text("#answer") == "Talmira Varlow" and "cut off" not in screen.text("#usage")
+
+
+def test_times_are_on_a_logarithmic_axis(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url)
+    screen.until(lambda: screen.run("return known.statistics !== null"), "the state")
+    for times, marks in (([3, 800], ["2", "5", "10", "50", "100", "500", "1,000 ms"]), ([0.02, 90000], None)):
+        places = screen.run(
+            "known.records = arguments[0].map((ms, index) => ({number: index, time: index, ttft: ms / 1000,"
+            " num_tokens: 1, uncached_ttft: null, reused_tokens: 0, moved_tokens: 0})); showCharts();"
+            "return [...document.querySelectorAll('#ttft-chart text[text-anchor=end]')]"
+            ".map((one) => [one.textContent, one.y.baseVal[0].value])",
+            times,
+        )[:-1]
+        values = [float(text.removesuffix(" ms").replace(",", "")) for text, _ in places]
+        assert values[0] <= times[0] and times[-1] <= values[-1] and len(values) <= 9
+        assert marks is None or {text for text, _ in places} >= {marks[0], marks[-1]}
+        per_decade = {
+            round((low - high) / math.log10(upper / lower), 3)
+            for (lower, low), (upper, high) in pairwise(zip(values, [y for _, y in places], strict=True))
+        }
+        assert len(per_decade) == 1, "equal factors are equally far apart"
 
 
 def test_a_question_without_documents_is_an_ordinary_prompt(server: RunningServer, screen: Screen) -> None:
@@ -65,23 +109,30 @@ def test_a_question_without_documents_is_an_ordinary_prompt(server: RunningServe
     assert [name for name, _ in screen.ask("Who is there?")] == ["prompt"]
 
 
-def test_lost_reuse_is_shown_with_its_reason_and_what_to_do(server: RunningServer, screen: Screen) -> None:
+def test_lost_reuse_is_shown_with_its_reason_and_what_to_do(screen: Screen) -> None:
     text = "Fenbury was founded in 1642. It lies on the river Quinan, and has a market on Fridays."
-    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
-        for name in ("Ada", "Bob", "Cecily", "Dora", "Emil"):
-            system = f"You answer the question from the documents. You are talking to {name}."
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": "When was Fenbury founded?"}]
-            body = {"messages": messages, "documents": [{"id": "fenbury", "text": text}], "max_tokens": 1}
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-    screen.open(server.url)
-    screen.until(lambda: screen.all("#advice-list > li"), "the advice")
-    lost, why, way_out = [each.text for each in screen.all("#advice-list > li:first-child > *")]
-    assert "tokens computed again in 4 requests" in lost
-    assert "ystem texts share" in why and "→ set preamble=" in way_out
-    record = "#records > li:first-child"
-    screen.until(lambda: "documents computed: 1 cached after another system text" in screen.text(record), "the reason")
-    tip = screen.run("return document.querySelector('#records [data-action=computed]').dataset.tip")
-    assert tip.count("cached after another system text") == 1
+    with RunningServer() as server:
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+            for name in ("Ada", "Bob", "Cecily", "Dora", "Emil"):
+                system = f"You answer the question from the documents. You are talking to {name}."
+                messages = [
+                    {"role": "system", "content": system},
+                    {"role": "user", "content": "When was Fenbury founded?"},
+                ]
+                body = {"messages": messages, "documents": [{"id": "fenbury", "text": text}], "max_tokens": 1}
+                assert client.post("/v1/chat/completions", json=body).status_code == 200
+        screen.open(server.url)
+        screen.until(lambda: screen.all("#advice-list > li"), "the advice")
+        lost, why, way_out = [each.text for each in screen.all("#advice-list > li:first-child > *")]
+        assert "tokens computed again in 4 requests" in lost
+        assert "ystem texts share" in why and "→ set preamble=" in way_out
+        record = "#records > li:first-child"
+        screen.until(
+            lambda: "documents computed: 1 cached after another system text" in screen.text(record), "the reason"
+        )
+        tip = screen.run("return document.querySelector('#records [data-action=computed]').dataset.tip")
+        assert tip.count("cached after another system text") == 1
+        screen.open("about:blank")
 
 
 def test_a_question_under_way_can_be_cancelled(server: RunningServer, screen: Screen) -> None:
@@ -118,6 +169,23 @@ def test_a_lost_connection_is_taken_up_again(server: RunningServer, screen: Scre
         server.services.admission.is_draining = False
     screen.click("#retry")
     screen.until(lambda: screen.text("#connection") == "Live", "the new connection")
+
+
+def test_after_a_restart_the_page_is_live_again_and_reads_no_document_that_is_gone(screen: Screen) -> None:
+    with RunningServer() as first:
+        screen.open(first.url).load_examples()
+        assert len(screen.all("#chosen > li")) == 5
+    screen.until(lambda: "next try in" in screen.text("#connection"), "the loss of the connection")
+    screen.forgiven = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "503")
+    with RunningServer(port=first.port) as second:
+        second.call(second.services.documents.create, "default", DocumentDraft("Fenbury is a town.", "Town"), "fenbury")
+        screen.until(lambda: screen.text("#connection") == "Live", "the new connection")
+        screen.until(lambda: len(screen.all("#chosen > li")) == 1, "the documents to leave the question")
+        assert screen.text("#chosen .title") == "Town"
+        screen.until(lambda: len(screen.all("#documents > li")) == 1, "the new list")
+        assert "4 chosen documents are no longer stored" in screen.text("#notices")
+        screen.ask("What is Fenbury?")
+        assert screen.segments("#answer-strip")[1][0] == "Town"
 
 
 def test_tabs_that_were_left_give_their_connections_back(server: RunningServer, screen: Screen) -> None:

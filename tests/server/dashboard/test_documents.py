@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import pytest
+from selenium.webdriver.common.keys import Keys
 from support.screen import Screen
 from support.server import RunningServer
+
+from kvmosaic.documents import DocumentDraft
 
 ROW = "#documents > li[data-key='fenbury']"
 
@@ -42,6 +49,111 @@ def test_a_warmed_document_is_reused_by_the_first_question(server: RunningServer
         "all documents in the cache",
     )
     assert {action for _, action in screen.ask()[:-1]} == {"reused"}
+
+
+def test_a_document_is_read_and_edited_and_its_versions_stay_readable(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    screen.click(f"{ROW} .open")
+    assert screen.value("#document-text").startswith("Fenbury")
+    assert screen.text("#document-heading") == screen.value("#document-title") == "Fenbury"
+    old = screen.value("#document-text")
+    first = server.call(server.services.documents.get, "default", "fenbury").version
+    new = "Fenbury is a harbour town. The mayor of Fenbury is Otto Bramble."
+    screen.fill("#document-text", new)
+    screen.click("#document-save")
+    screen.until(lambda: not screen.all("#document-dialog[open]"), "the end of the dialog")
+    assert f"“Fenbury” is stored as version {first + 1}." in screen.text("#notices")
+    assert screen.run("return document.activeElement.matches(arguments[0])", f"{ROW} .open")
+    screen.ask("Who is the mayor of Fenbury?")
+    assert screen.text("#answer") == "Otto Bramble"
+
+    screen.click(f"{ROW} .open")
+    versions = "return [...document.querySelectorAll('#document-version option')].map((one) => one.textContent)"
+    assert [text.split(" (")[0] for text in screen.run(versions)] == [f"{first + 1}, current", f"{first}"]
+    screen.click("#document-version option:last-child")
+    screen.until(lambda: screen.value("#document-text") == old, "the earlier text")
+    assert screen.run("return document.getElementById('document-text').readOnly")
+    assert not screen.all("#document-save")[0].is_displayed()
+    screen.click("#document-version option:first-child")
+    assert screen.value("#document-text") == new
+    screen.click("#document-version option:last-child")
+    screen.click("#document-edit")
+    assert screen.value("#document-text") == old
+    screen.click("#document-save")
+    screen.until(lambda: f"stored as version {first + 2}" in screen.text("#notices"), "the third version")
+    stored = server.call(server.services.documents.get, "default", "fenbury")
+    assert (stored.version, stored.content.text) == (first + 2, old)
+
+
+def test_an_edit_does_not_overwrite_what_was_stored_meanwhile(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    screen.forgiven = ("412", "404")
+    store = server.services.documents
+    theirs, mine = "The mayor of Fenbury is Ada Vint.", "The mayor of Fenbury is Otto Bramble."
+    screen.click(f"{ROW} .open")
+    screen.fill("#document-text", mine)
+    server.call(store.put, "default", "fenbury", DocumentDraft(theirs, "Fenbury"))
+    screen.click("#document-save")
+    problem, version = screen.find("#document-problem"), server.call(store.get, "default", "fenbury").version
+    words = f"Not saved: version {version} was stored meanwhile, and you began with version {version - 1}."
+    assert words in problem.text
+    assert problem.get_attribute("role") == "alert"
+    assert screen.axe() == []
+    assert screen.value("#document-text") == mine
+    assert server.call(store.get, "default", "fenbury").content.text == theirs
+    screen.click("#document-reload")
+    assert screen.value("#document-text") == theirs
+
+    screen.fill("#document-text", mine)
+    server.call(store.put, "default", "fenbury", DocumentDraft("The town has no mayor.", "Fenbury"))
+    screen.click("#document-save")
+    screen.click("#document-overwrite")
+    screen.until(lambda: not screen.all("#document-dialog[open]"), "the end of the dialog")
+    assert server.call(store.get, "default", "fenbury").content.text == mine
+
+    screen.click(f"{ROW} .open")
+    screen.fill("#document-text", theirs)
+    server.call(store.delete, "default", "fenbury")
+    screen.click("#document-save")
+    screen.until(lambda: "was deleted meanwhile" in screen.text("#document-problem"), "the deletion")
+    screen.click("#document-overwrite")
+    screen.until(lambda: not screen.all("#document-dialog[open]"), "the end of the dialog")
+    assert server.call(store.get, "default", "fenbury").content.text == theirs
+
+
+def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    screen.click(f"{ROW} .open")
+    screen.fill("#document-text", "Only a draft.")
+    screen.press(Keys.ESCAPE)
+    assert "without saving" in screen.find("#confirm-words").text
+    screen.click("#confirm-no")
+    assert screen.value("#document-text") == "Only a draft."
+    screen.click("#document-close")
+    screen.click("#confirm-yes")
+    assert not screen.all("dialog[open]")
+    screen.click(f"{ROW} .open")
+    screen.press(Keys.ESCAPE)
+    screen.until(lambda: not screen.all("dialog[open]"), "the end of the dialog")
+
+
+def test_a_refused_text_is_said_in_the_dialog(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    screen.forgiven = ("422", "400")
+    screen.click(f"{ROW} .open")
+    screen.fill("#document-text", "   ")
+    screen.click("#document-save")
+    screen.until(lambda: "text" in screen.text("#document-problem-words"), "the refusal")
+    assert not screen.all("#document-choices")[0].is_displayed()
+
+
+def test_documents_that_others_delete_leave_the_list_and_the_question(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    server.call(server.services.documents.delete, "default", "fenbury")
+    screen.until(lambda: not screen.all(ROW), "the row to leave")
+    screen.until(lambda: not screen.all("#chosen > li[data-key='fenbury']"), "the document to leave the question")
+    assert len(screen.all("#chosen > li")) == 4
+    assert "“Fenbury” is no longer stored" in screen.text("#notices")
 
 
 def test_a_document_can_be_written_in_the_form(server: RunningServer, screen: Screen) -> None:
@@ -87,3 +199,89 @@ def test_chosen_documents_keep_their_order_and_can_be_left_out(server: RunningSe
     screen.click("#documents > li[data-key='bellos'] .choose")
     assert chosen() == ["Corlow Lighthouse", "Amber Pearl", "Golden Anchor Museum", "Fenbury", "Bellos"]
     assert not screen.run("return document.querySelector('#documents > li[data-key=talmira-varlow] .choose').checked")
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[RunningServer]:
+    """A server with 5,000 documents."""
+    with RunningServer() as running:
+        drafts = [
+            (f"no/{n}", DocumentDraft(f"The ferry number {n} leaves at noon.", f"Ferry {n}")) for n in range(5_000)
+        ]
+        running.services.documents.put_many("default", drafts)
+        yield running
+
+
+def ids(screen: Screen) -> list[str]:
+    return list(screen.run("return [...document.querySelectorAll('#documents > li')].map((one) => one.dataset.key)"))
+
+
+def test_any_number_of_documents_is_searched_and_paged(full: RunningServer, screen: Screen) -> None:
+    screen.open(full.url)
+    screen.until(lambda: screen.text("#page-words") == "1 to 50 of 5,000, newest first", "the first page")
+    assert ids(screen) == [f"no/{n}" for n in range(4_999, 4_949, -1)]
+    assert screen.find("#page-before").get_attribute("aria-disabled") == "true"
+    screen.click("#documents > li:nth-child(1) .choose")
+    screen.run("document.querySelector('#documents > li:last-child .pin').focus()")
+    screen.tab_to("#page-after")
+    screen.press(Keys.ENTER)
+    screen.until(lambda: screen.text("#page-words").startswith("51 to 100 of"), "the second page")
+    assert screen.run("return document.activeElement.id") == "page-after"
+    assert ids(screen)[0] == "no/4949"
+    assert screen.text("#chosen .title") == "Ferry 4999", "a document of another page stays chosen"
+    screen.click("#page-before")
+    screen.until(lambda: ids(screen)[0] == "no/4999", "the first page")
+
+    screen.find("#search").send_keys("ferry 12")
+    screen.until(lambda: screen.text("#page-words") == "1 to 50, and more found", "what was found")
+    assert all("Ferry 12" in title for title in screen.titles())
+    screen.find("#search").send_keys("34")
+    screen.until(lambda: ids(screen) == ["no/1234"], "the one document")
+    assert screen.text("#page-words") == "1 to 1 of 1 found"
+    screen.click("#documents .warm")
+    screen.until(lambda: screen.text("#documents .tier") == "on device", "the warmed document")
+    screen.click("#documents .open")
+    assert screen.value("#document-text") == "The ferry number 1234 leaves at noon."
+    screen.click("#document-close")
+    screen.find("#search").send_keys(" <b>")
+    screen.until(lambda: screen.text("#page-words") == "No id or title contains “ferry 1234 <b>”.", "nothing found")
+    assert screen.axe() == []
+
+
+def test_recent_prompts_have_the_titles_of_documents_of_any_page(full: RunningServer, screen: Screen) -> None:
+    screen.open(full.url)
+    screen.until(lambda: screen.text("#connection") == "Live", "the connection")
+    documents = [{"id": "no/7"}, {"id": "mine", "text": "The ferry is blue."}, {"id": "x" * 400, "text": "Or red."}]
+    body = {"messages": [{"role": "user", "content": "When?"}], "documents": documents, "max_tokens": 1}
+    httpx.post(full.url + "/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    strip = "#records > li:first-child"
+    screen.until(lambda: {"Ferry 7", "mine", "x" * 400} < {name for name, _ in screen.segments(strip)}, "the titles")
+
+
+def test_5000_documents_are_scrolled_and_searched_without_lag(full: RunningServer, screen: Screen) -> None:
+    """By the CPU time of the page's main thread, of which a key and a page may take a tenth of a second each."""
+    screen.open(full.url)
+    screen.until(lambda: len(ids(screen)) == 50, "the first page")
+    before = screen.main_thread_seconds()
+    keys = "ferry 43"
+    for key in keys:
+        screen.find("#search").send_keys(key)
+    screen.until(lambda: all("Ferry 43" in title for title in screen.titles()), "what was found")
+    typed = screen.main_thread_seconds() - before
+    for step in range(20):
+        screen.run("document.getElementById('documents').scrollTop = arguments[0]", 150 * step)
+    scrolled = screen.main_thread_seconds() - before - typed
+    for _ in range(2):
+        first = ids(screen)[0]
+        screen.click("#page-after")
+        screen.until(lambda first=first: ids(screen)[0] != first, "the next page")
+    paged = screen.main_thread_seconds() - before - typed - scrolled
+    assert typed < 0.1 * len(keys) and scrolled < 0.1 * 20 and paged < 0.2 * 2, (typed, scrolled, paged)
+
+
+def test_the_stream_of_a_viewer_does_not_grow_with_its_documents(full: RunningServer) -> None:
+    with httpx.stream("GET", full.url + "/dashboard/events", timeout=30) as stream:
+        lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+        state = json.loads(next(lines).removeprefix("data: "))
+        assert state["documents"] == {"total": 5_000, "bytes": state["documents"]["bytes"], "change": 5_000}
+        assert sum(len(next(lines)) for _ in range(3)) < 10_000

@@ -30,11 +30,10 @@ WINDOWS = [(1280, "light"), (1280, "dark"), (360, "light"), (360, "dark")]
 
 
 @pytest.fixture(scope="module")
-def filled(own_server: RunningServer, browser: webdriver.Chrome) -> Iterator[Screen]:
+def filled(server_of_module: RunningServer, browser: webdriver.Chrome) -> Iterator[Screen]:
     """A tab on which everything can be seen; tests only look."""
-    screen = Screen(browser).open(own_server.url, width=360)
-    if not screen.all("#documents > li"):
-        screen.load_examples()
+    screen = Screen(browser).open(server_of_module.url, width=360)
+    screen.load_examples()
     screen.ask()
     screen.run("document.getElementById('strategy').value = 'sequential'")
     screen.click("#chosen > li:nth-child(1) [data-action='Move down']")
@@ -65,6 +64,23 @@ def test_every_text_stands_out_from_its_ground(filled: Screen, width: int, schem
     red, green, blue = filled.run("return getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
     assert (red + green + blue < 384) == (scheme == "dark")
     assert filled.run(CONTRAST) == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_on_the_page_and_in_its_dialogs(filled: Screen, width: int, scheme: str) -> None:
+    filled.look(width=width, scheme=scheme)
+    assert filled.axe() == []
+    filled.click("#documents .open")
+    filled.find("#document-text").send_keys("!")
+    assert filled.axe() == []
+    filled.click("#document-close")
+    assert filled.find("#confirm-yes").text == "Discard"
+    assert filled.axe() == []
+    filled.click("#confirm-yes")
+    filled.run("askForKey('This server asks for a key.')")
+    assert filled.axe() == []
+    filled.run("document.getElementById('key-dialog').close()")
 
 
 def test_every_control_and_picture_has_a_name(filled: Screen) -> None:

@@ -77,6 +77,26 @@ def test_an_old_version_leaves_with_its_chunks_an_hour_after_its_last_use(
     assert client.get("/v1/documents/x").json()["text"] == NEW
 
 
+def test_versions_that_can_be_read_are_listed(client: Client) -> None:
+    client.store("docs%2Fa", OLD, title="Mayor")
+    client.store("docs%2Fa", NEW)
+    client.store("docs%2Fa", NEW, metadata={"checked": "yes"})  # no text of its own
+    found = client.get("/v1/documents/docs%2Fa", params={"include_versions": True}).json()
+    assert found["versions"] == [
+        {"version": 3, "title": None, "bytes": len(NEW)},
+        {"version": 1, "title": "Mayor", "bytes": len(OLD + "Mayor")},
+    ]
+    assert "versions" not in client.get("/v1/documents/docs%2Fa").json()
+
+
+def test_documents_are_listed_by_their_ids(client: Client) -> None:
+    for name in ("a", "b%2Fc", "d"):
+        client.store(name, OLD)
+    found = client.get("/v1/documents", params={"id": ["d", "b/c", "none"], "order": "asc"}).json()
+    assert [one["id"] for one in found["data"]] == ["b/c", "d"]
+    assert client.get("/v1/documents", params={"id": ["a"] * 1_001}).status_code == 400
+
+
 def test_a_deleted_document_leaves_with_all_its_versions(client: Client, server: DocumentServer) -> None:
     for text in (OLD, NEW):
         client.store("x", text)

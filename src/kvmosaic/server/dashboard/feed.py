@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvmosaic.api.fields import MAX_ANSWER_TOKENS
 from kvmosaic.cache import TenantUsage
-from kvmosaic.documents import DocumentStore, StoredDocument
+from kvmosaic.documents import DocumentStore
 from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.llm import LLM
@@ -22,7 +23,6 @@ from kvmosaic.server.dashboard.views import (
     EngineSnapshot,
     blocks_view,
     chunks_view,
-    document_view,
     own_pools_view,
     pools_view,
     record_view,
@@ -117,25 +117,24 @@ MAX_VIEWERS = 128
 there are two. However many streams other tenants hold, a new tenant gets one as long as one is free."""
 ADMIN_VIEWERS = 8
 """Of these, slots reserved for admins, so that tenants cannot lock them out."""
-MAX_DOCUMENTS = 200
-"""Maximum number of documents shown: the newest of a tenant."""
 NUM_STRIPS = 6
 """Number of records in the first event that include their segments."""
-MAX_ANSWER_TOKENS = 128
-"""Maximum length of an answer to a question asked in the dashboard."""
+ANSWER_TOKENS = 128
+"""Maximum length of an answer to a question asked in the dashboard, unless the viewer sets another."""
 RETRY_SECONDS = 5
 
 
 class Feed:
     """Sends the state of the engine and the ended requests to all viewers.
 
-        engine ──figures, as of the last step──────────────────────────▶ own figures, or all ──▶ event stream
-               ──snapshot, at most once per second for all──▶ texts ──▶
-        records ──as they end──────────────────────────────────────────▶
+        engine ──figures, as of the last step────────────────▶ own figures, or all ──▶ event stream
+               ──snapshot, at most once per second for all───▶
+        documents ──their number and last change─────────────▶
+        records ──as they end────────────────────────────────▶
 
     A tenant gets its own figures, an admin those of all tenants. Only the snapshot waits for a busy engine: until then,
-    documents and blocks are shown as of the last snapshot. Without viewers, no snapshot is taken. Used on one event
-    loop only.
+    blocks are shown as of the last snapshot. Without viewers, no snapshot is taken. Used on one event loop only.
+    Documents are not sent: a viewer that shows some reads them from /v1/documents when they have changed.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class Feed:
             statistics, documents = {}, {}
             for tenant in {viewer.tenant for viewer in self._viewers}:
                 statistics[tenant] = self._statistics(tenant)
-                documents[tenant] = self._document_list(tenant.name)
+                documents[tenant] = self._document_totals(tenant.name)
             blocks = await self._blocks()
             for viewer in self._viewers:
                 if viewer.tenant in statistics:  # a viewer that has just connected has the state
@@ -247,7 +246,8 @@ class Feed:
         """Takes a snapshot of the engine; while the engine is busy with a long step, waits for the pending one."""
         if self._looking is None:
             with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
-            call = partial(take_snapshot, wanted=self._wanted(), with_blocks=with_blocks)
+            tenants = {viewer.tenant.name for viewer in self._viewers}
+            call = partial(take_snapshot, tenants=tenants, with_blocks=with_blocks)
             self._looking = asyncio.create_task(self._engine.call(call), name="dashboard-look")
         done, _ = await asyncio.wait({self._looking}, timeout=self._seconds)
         if not done:
@@ -264,10 +264,6 @@ class Feed:
         if block_map is None:
             return None
         return await asyncio.to_thread(blocks_view, block_map, self._engine.figures.block_bytes)
-
-    def _wanted(self) -> dict[str, list[str]]:
-        names = {viewer.tenant.name for viewer in self._viewers}
-        return {name: [document.content.label for document in self._documents(name)] for name in names}
 
     def _note(self, record: RequestRecord) -> None:
         self._num_records += 1
@@ -288,13 +284,13 @@ class Feed:
             "server": self._server(viewer.tenant),
             "records": records,
             "statistics": self._statistics(viewer.tenant),
-            "documents": self._document_list(viewer.tenant.name),
+            "documents": self._document_totals(viewer.tenant.name),
             "blocks": None,
         }
 
     def _server(self, tenant: Tenant) -> News:
         llm, settings = self._llm, self._settings
-        config = llm.chunk_cache_config
+        config, max_tokens = llm.chunk_cache_config, llm.engine.max_positions or MAX_ANSWER_TOKENS
         return {
             "model": settings.model_names[0],
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
@@ -303,7 +299,7 @@ class Feed:
             "profile": llm.profile.date if llm.profile is not None else None,
             "tenant": tenant.name,
             "is_admin": tenant.is_admin,
-            "max_answer_tokens": MAX_ANSWER_TOKENS,
+            "answer_tokens": {"default": min(ANSWER_TOKENS, max_tokens), "max": max_tokens},
             "questions": example_questions(),
         }
 
@@ -335,16 +331,10 @@ class Feed:
             "tiers": [],
         }
 
-    def _documents(self, tenant: str) -> list[StoredDocument]:
-        part = self._document_store.page(tenant, limit=MAX_DOCUMENTS, order="desc")
-        return list(reversed(part.documents))
-
-    def _document_list(self, tenant: str) -> News:
-        """Returns the newest documents of a tenant, oldest first, and their total number."""
-        texts = self._glance.texts if self._glance else {}
+    def _document_totals(self, tenant: str) -> News:
+        """Returns how many documents a tenant has, and their last change, after which lists are read again."""
         usage = self._document_store.usage(tenant)
-        shown = [document_view(one, texts.get((tenant, one.content.label))) for one in self._documents(tenant)]
-        return {"data": shown, "total": usage.num_documents, "bytes": usage.num_bytes}
+        return {"total": usage.num_documents, "bytes": usage.num_bytes, "change": usage.last_change}
 
 
 def _too_many(status: int, message: str, kind: str) -> ApiError:

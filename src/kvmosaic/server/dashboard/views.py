@@ -7,23 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvmosaic.cache import BlockId, BlockMap, BlockState, Chunk, ChunkCacheStats, TenantUsage
-from kvmosaic.documents import StoredDocument, label_in, shown_name
+from kvmosaic.cache import BlockId, BlockMap, BlockState, ChunkCacheStats, TenantUsage
+from kvmosaic.documents import shown_name
 from kvmosaic.engine import Engine, EngineFigures
-from kvmosaic.errors import UnknownChunk
 from kvmosaic.sampling import SegmentAction, SegmentReuse
 from kvmosaic.sampling.reuse import RepairUse
 from kvmosaic.server.metrics.gauges import TierMoment
 from kvmosaic.server.metrics.request_log import RequestRecord
-
-
-@dataclass(frozen=True, slots=True)
-class CachedText:
-    """Chunks in the cache of one stored text."""
-
-    num_tokens: int
-    is_ready: bool
-    """False while a chunk of it is being computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +24,19 @@ class EngineSnapshot:
     """None unless requested."""
     held_blocks: Mapping[str, int]
     """By tenant: blocks of the request pool that its running requests hold, each counted once."""
-    texts: Mapping[tuple[str, str], CachedText]
-    """By tenant and label: texts that are cached or being computed."""
 
 
-def take_snapshot(engine: Engine, wanted: Mapping[str, Sequence[str]], *, with_blocks: bool) -> EngineSnapshot:
+def take_snapshot(engine: Engine, tenants: Iterable[str], *, with_blocks: bool) -> EngineSnapshot:
     """Reads the caches; call it on the engine's thread.
 
     Args:
         engine: the engine to read.
-        wanted: the labels of texts to look up, by tenant that has viewers.
+        tenants: names of the tenants that have viewers.
         with_blocks: whether a viewer may see the blocks of all tenants.
     """
-    found = _chunks_of(engine, wanted)
     return EngineSnapshot(
         block_map=engine.kv_cache.block_map() if with_blocks else None,
-        held_blocks={tenant: len(block_ids) for tenant, block_ids in _held(engine, wanted).items()},
-        texts={place: _cached(chunks) for place, chunks in found.items()},
+        held_blocks={tenant: len(block_ids) for tenant, block_ids in _held(engine, tenants).items()},
     )
 
 
@@ -63,33 +49,6 @@ def _held(engine: Engine, tenants: Iterable[str]) -> dict[str, set[BlockId]]:
                 if span.chunk is None:
                     held[allocation.tenant].update(span.table.block_ids)
     return held
-
-
-def _chunks_of(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[Chunk]]:
-    """Returns the chunks of texts that have any, by tenant and label, in one pass over all chunks."""
-    kv_cache, found = engine.kv_cache, dict[tuple[str, str], list[Chunk]]()
-    if engine.chunk_config.long_chunks == "split":
-        asked = {tenant: frozenset(labels) for tenant, labels in wanted.items()}
-        for chunk in kv_cache.chunks():
-            if chunk.tenant in asked:
-                for label in {label_in(name)[0] for name in chunk.names} & asked[chunk.tenant]:
-                    found.setdefault((chunk.tenant, label), []).append(chunk)
-        return found
-    for tenant, label in ((tenant, label) for tenant, labels in wanted.items() for label in labels):
-        try:
-            found[tenant, label] = kv_cache.find_chunks(label, None, tenant)
-        except UnknownChunk:
-            continue
-    return found
-
-
-def _cached(chunks: Sequence[Chunk]) -> CachedText:
-    """Counts the tokens of one copy; a text has one copy per system text."""
-    first = chunks[0].root
-    return CachedText(
-        num_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.root == first),
-        is_ready=all(chunk.is_ready for chunk in chunks if chunk.root == first),
-    )
 
 
 MAX_SEGMENTS = 256
@@ -114,20 +73,6 @@ def record_view(number: int, record: RequestRecord, *, with_segments: bool = Tru
         "uncached_ttft": record.estimated_uncached_ttft,
         "repair": _repair(reuse.repair) if reuse and reuse.repair else None,
         "segments": _segments(reuse.segments) if reuse and with_segments else [],
-    }
-
-
-def document_view(document: StoredDocument, cached: CachedText | None) -> dict[str, Any]:
-    """Returns the view of one stored document and where its KV cache is."""
-    tier = "none" if cached is None else "device" if cached.is_ready else "computing"
-    return {
-        "id": document.id,
-        "title": document.content.title,
-        "bytes": document.num_bytes,
-        "tokens": cached.num_tokens if cached else None,
-        "hits": document.hits,
-        "tier": tier,
-        "pinned": document.pinned,
     }
 
 

@@ -16,6 +16,7 @@ from kvmosaic.api.documents import (
     DocumentChange,
     DocumentList,
     DocumentObject,
+    DocumentVersion,
     NewDocument,
 )
 from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
@@ -31,6 +32,7 @@ from kvmosaic.server.tenants import Tenant, current_tenant
 ROUTE = "/v1/documents"
 Asker = Annotated[Tenant, Depends(current_tenant)]
 IdInPath = Annotated[str, Path(min_length=1, max_length=MAX_ID_CHARACTERS, pattern=ID_PATTERN)]
+IdInQuery = Annotated[str, Query(min_length=1, max_length=MAX_ID_CHARACTERS)]
 IfMatch = Annotated[
     str | None, Header(alias="If-Match", max_length=4_096, description="The ETag that the change is meant for, or *.")
 ]
@@ -74,6 +76,10 @@ def router(services: Services) -> APIRouter:
         search: Annotated[
             str, Query(max_length=MAX_SEARCH_CHARACTERS, description="Part of the id or title, in any case.")
         ] = "",
+        ids: Annotated[
+            list[IdInQuery] | None,
+            Query(alias="id", max_length=MAX_LIST, description="Only those of these ids that are stored."),
+        ] = None,
         include_chunks: Annotated[bool, Query(description="Say where their keys and values are.")] = False,
     ) -> DocumentList:
         """Lists documents in the order of creation, newest first, without their texts.
@@ -82,7 +88,7 @@ def router(services: Services) -> APIRouter:
         other document is left out or listed twice.
         """
         page = await services.in_thread(
-            tenant.name, store.page, tenant.name, limit=limit, after=after, order=order, search=search
+            tenant.name, store.page, tenant.name, limit=limit, after=after, order=order, search=search, ids=ids
         )
         found = await find_cached(services, tenant.name, page.documents) if include_chunks else {}
         return DocumentList.of(page, [DocumentObject.of(each, **_chunks_of(each, found)) for each in page.documents])
@@ -95,12 +101,17 @@ def router(services: Services) -> APIRouter:
         version: Annotated[
             int | None, Query(ge=1, le=2**31, description="An earlier version. Default: the current one.")
         ] = None,
+        include_versions: Annotated[bool, Query(description="List the versions that can be read.")] = False,
     ) -> DocumentObject:
         """A document with its text, and where its keys and values are."""
         document = await services.in_thread(tenant.name, store.get, tenant.name, document_id, version)
         found = await find_cached(services, tenant.name, [document])
+        details: dict[str, Any] = {"text": document.content.text, "chunks": _chunk_objects(found[document_id])}
+        if include_versions:
+            versions = await services.in_thread(tenant.name, store.versions, tenant.name, document_id)
+            details["versions"] = [_version(each) for each in versions]
         response.headers["ETag"] = _etag(document)
-        return DocumentObject.of(document, text=document.content.text, chunks=_chunk_objects(found[document_id]))
+        return DocumentObject.of(document, **details)
 
     @routes.put(
         ROUTE + "/{document_id:path}",
@@ -200,6 +211,10 @@ def _chunk_object(chunk: CachedChunk) -> ChunkObject:
 
 def _chunks_of(document: StoredDocument, found: Mapping[str, Sequence[CachedChunk]]) -> dict[str, Any]:
     return {"chunks": _chunk_objects(found[document.id])} if document.id in found else {}
+
+
+def _version(document: StoredDocument) -> DocumentVersion:
+    return DocumentVersion(version=document.version, title=document.content.title, bytes=document.num_bytes)
 
 
 def _etag(document: StoredDocument) -> str:
