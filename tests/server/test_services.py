@@ -8,11 +8,11 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic.api.documents import NewDocument
-from kvmosaic.server.services import lifetime_clock
+from kvmosaic.documents.database import DocumentDatabase
 
 
 def test_setting_the_clock_moves_no_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = lifetime_clock()
+    clock = DocumentDatabase().clock
     assert abs(clock() - time.time()) < 5
     now = time.time()
     for jump in (86_400.0, -86_400.0):

@@ -26,6 +26,8 @@ from kvmosaic.server.tenants.keys import is_open_to_all
 from kvmosaic.tiers import Tier, TierStat
 
 if TYPE_CHECKING:
+    from kvmosaic.documents import DocumentStore
+    from kvmosaic.llm import LLM
     from kvmosaic.server.services import Services
 
 logger = logging.getLogger("kvmosaic.server")
@@ -190,7 +192,7 @@ class _Launch:
         llm, settings = services.llm, self._settings
         dtype = str(llm.model.dtype).removeprefix("torch.")
         config = llm.chunk_cache_config
-        cache = f"{_room(services)}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
+        cache = f"{_room(llm, services.documents)}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:
             self._say(f"weights    {llm.model.weights_note}")
@@ -228,9 +230,9 @@ async def _warmed(services: Services) -> None:
 _UNMEASURED = "not measured on this model: answers may differ from full attention; kvmosaic tune measures and sets it"
 
 
-def _room(services: Services) -> str:
+def _room(llm: LLM, documents: DocumentStore) -> str:
     """What the chunk cache holds: "2 GiB = 46,592 tokens, about 100 of 250 stored documents"."""
-    kv_cache, usage = services.llm.engine.kv_cache, services.documents.usage()
+    kv_cache, usage = llm.engine.kv_cache, documents.usage()
     num_tokens = kv_cache.chunk_pool.num_blocks * kv_cache.chunk_pool.block_size
     room = f"{_shown_size(kv_cache.chunk_pool.num_blocks * kv_cache.bytes_per_block)} = {num_tokens:,} tokens"
     if not usage.num_documents:
