@@ -68,7 +68,7 @@ def _held(engine: Engine, tenants: Iterable[str]) -> dict[str, set[BlockId]]:
 def _chunks_of(engine: Engine, wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], list[Chunk]]:
     """Returns the chunks of texts that have any, by tenant and label, in one pass over all chunks."""
     kv_cache, found = engine.kv_cache, dict[tuple[str, str], list[Chunk]]()
-    if engine.chunk_config.long_chunks == "split":
+    if engine.chunk_config.long_chunks != "error":
         asked = {tenant: frozenset(labels) for tenant, labels in wanted.items()}
         for chunk in kv_cache.chunks():
             if chunk.tenant in asked:
