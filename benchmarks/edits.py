@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--name", default="edits", help="name of the result")
     given = parser.parse_args()
     ways = ("error", "sections")
-    report = {way: measure(given.model, way, int(given.tokens / 1.25), given.runs) for way in ways}
+    report = {way: measure(given.model, way, int(given.tokens / 1.15), given.runs) for way in ways}
     for way, row in report.items():
         print(way, row)
     print(save(given.name, {"model": given.model.rstrip("/").split("/")[-1], "long_chunks": report}))
