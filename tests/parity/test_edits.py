@@ -211,3 +211,31 @@ def test_the_report_says_what_was_kept():
     segment = request.reuse.segments[1]
     assert (segment.action, segment.reused_tokens, segment.computed_tokens) == ("partly reused", 28, 15)
     assert segment.note == "first 28 of 43 tokens kept from an earlier text"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=6)
+@given(sections=st.lists(st.integers(1, 20), min_size=2, max_size=5), data=st.data(), **settings_of_a_run)
+def test_sections_of_an_edited_document_give_the_logits_of_the_new_text(
+    family, sections, data, strategy, context, block_size, budget, fragmented
+):
+    def prompt(lengths: list[int]) -> Prompt:
+        documents = [[10 * number + n % 10 for n in range(length)] for number, length in enumerate(lengths)]
+        whole = Prompt.from_tokens(SYSTEM, documents, QUESTION)
+        segments, offset = list(whole.segments), 0
+        for number, length in enumerate(lengths):
+            part = (number + 1, len(lengths))
+            segments[number + 1] = replace(segments[number + 1], part=part, document_offset=offset, is_section=True)
+            offset += length
+        return replace(whole, segments=tuple(segments))
+
+    engine = engine_of_a_run(loaded(family), strategy, context, block_size, budget, fragmented)
+    edited = data.draw(st.integers(0, len(sections) - 1))
+    lengths = [length + (number == edited) for number, length in enumerate(sections)]
+    before, after = prompt(sections), prompt(lengths)
+    for each in (before, after):
+        request, logits = answer(engine, each)
+        expected = dense_logits(loaded(family), arrange(each, strategy, context), token_ids(request))
+        torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
+    computed = [number for number, segment in enumerate(request.reuse.segments[1:-1]) if segment.computed_tokens]
+    assert computed == [edited]
