@@ -35,7 +35,7 @@ from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack quantization"
-LENGTHS = "long_chunks max_chunk_tokens hash_algorithm lead_in"
+LENGTHS = "long_chunks max_section_tokens max_chunk_tokens hash_algorithm lead_in"
 TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
 {LENGTHS} chunk_cache_size {LOADING}
@@ -165,7 +165,7 @@ def demo(
     opening: Annotated[
         ModelOptions,
         Takes(
-            "position_strategy long_chunks chunk_cache_size device",
+            "position_strategy long_chunks max_section_tokens chunk_cache_size device",
             types={"position_strategy": FixedStrategy},
             defaults={"position_strategy": "sequential"},
         ),

@@ -46,6 +46,7 @@ class Walk:
         draw = self.random
         system = [[7] * 6, [7] * 4 + [8] * 5, [9]][draw.randrange(3)]
         documents = [[100 + n] * draw.choice([n + 1, n + 1, 3 * n + 2]) for n in range(8)]
+        documents += [self.edited(document) for document in documents[3:]]
         chosen = draw.choices(documents, k=draw.randrange(4))
         question = [draw.randrange(3)] * draw.randrange(1, 10)
         if draw.random() < 0.2:
@@ -57,6 +58,11 @@ class Walk:
         context = draw.choice(["system", "system", "none"])
         sees = {len(chosen) - 1: (0,)} if len(chosen) > 1 and draw.random() < 0.2 else {}
         return layout_of(system, chosen, question, names=names, strategy=strategy, context=context, sees=sees)
+
+    def edited(self, document: list[int]) -> list[int]:
+        """A document with some tokens replaced, inserted or removed."""
+        first = self.random.randrange(1, len(document))
+        return document[:first] + [150] * self.random.randrange(3) + document[first + self.random.randrange(3) :]
 
     def allocate(self, layout, salt: str, *, between_steps: bool = True) -> None:
         plan = self.kv_cache.plan(layout, salt)
@@ -75,6 +81,7 @@ class Walk:
         tokens = [list(span.token_ids) for span in layout.spans]
         self.readers.append(Reader(layout, salt, allocation, self.memory.expected(layout, salt), tokens))
         self.seen.update(span.action for span in allocation.spans)
+        self.seen["kept"] += sum(span.is_owner and span.chunk.num_kept > 0 for span in allocation.spans)
 
     def start(self, *, between_steps: bool = True) -> None:
         self.allocate(self.some_layout(), self.random.choice(["", "", "tenant"]), between_steps=between_steps)
@@ -216,14 +223,16 @@ def test_random_walk_keeps_every_invariant_and_reads_back_what_was_written(steps
     if steps == 10_000:
         expected = {"start", "run_step", "fail_step", "answer", "fork", "stop", "pin", "delete", "reset"}
         expected |= {"reuse", "compute", "wait", "copied", "copied when allocated", "replanned"}
-        expected |= {"extend refused", "evicted"}
+        expected |= {"extend refused", "evicted", "kept"}
         expected |= {"OutOfBlocks", "ChunkCacheFull", "ChunkInUse", "UnknownChunk"}
         assert expected <= {name for name, count in walk.seen.items() if count}, "the walk has met every situation"
     for reader in walk.readers:
         kv_cache.release(reader.allocation)
     kv_cache.check_invariants()
     assert kv_cache.request_pool.num_used == kv_cache.request_pool.num_references == len(kv_cache._prefix)
-    assert kv_cache.chunk_pool.num_used == sum(len(chunk.block_ids) for chunk in kv_cache.chunks())
-    assert kv_cache.chunk_pool.num_shared == kv_cache.request_pool.num_shared == 0
+    held = Counter(block_id for chunk in kv_cache.chunks() for block_id in chunk.block_ids)
+    assert kv_cache.chunk_pool.num_used == len(held)
+    assert kv_cache.chunk_pool.num_shared == sum(count > 1 for count in held.values())
+    assert kv_cache.request_pool.num_shared == 0
     kv_cache.reset()
     assert kv_cache.request_pool.num_used == kv_cache.chunk_pool.num_used == 0

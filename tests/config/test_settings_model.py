@@ -108,7 +108,7 @@ def test_values_by_name_become_configurations() -> None:
             "chunk_cache_fraction=0.25 and memory_utilization=0.5 both set the size of the chunk cache; give one",
         ),
         (lambda: ChunkCacheConfig(log_stats_seconds=0), "a number above 0 and at most 86400, got 0"),
-        (lambda: ChunkCacheConfig(long_chunks="cut"), "long_chunks is 'cut'; choose 'error' or 'split'"),
+        (lambda: ChunkCacheConfig(long_chunks="cut"), "long_chunks is 'cut'; choose 'error' or 'split' or 'sections'"),
         (lambda: EngineConfig(max_num_seqs=0), "max_num_seqs must be a whole number between 1 and 65536, got 0"),
         (lambda: EngineConfig(time_slice_seconds=0), "at most 1e6, or None for no limit, got 0"),
         (lambda: EngineConfig(swap_space=False), "a size must be a whole number of bytes"),

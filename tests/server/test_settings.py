@@ -26,6 +26,7 @@ NUMBERS = {
     "max_num_batched_tokens": (1, 2**20),
     "block_size": (1, 4_096),
     "max_chunks": (1, 10**8),
+    "max_section_tokens": (16, 10**7),
     "max_chunk_tokens": (1, 10**7),
     "max_prompt_chunks": (1, 10**6),
     "log_stats_seconds": (0, 86_400),
@@ -311,6 +312,16 @@ def test_every_setting_is_an_option_and_is_passed_on() -> None:
     assert result.exit_code == 0, result.output
     assert (seen[0].model, seen[0].port, seen[0].enable_chunk_cache) == ("folder", 1, False)
     assert seen[0].model_names == ("a,b", "c") and seen[0].chunk_cache_fraction == 0.25
+
+
+def test_documents_in_sections_have_two_names_of_a_flag() -> None:
+    for flag in ("--long-chunks", "--long-documents"):
+        seen: list[ServerSettings] = []
+        arguments = [flag, "sections", "--max-section-tokens", "300"]
+        assert (
+            CliRunner().invoke(serve_app(lambda settings, read, to=seen: to.append(settings)), arguments).exit_code == 0
+        )
+        assert (seen[0].long_chunks, seen[0].max_section_tokens) == ("sections", 300)
 
 
 def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> None:

@@ -314,6 +314,12 @@ class DocumentObject(Reply):
     priority: Annotated[float, Field(description="How much its chunks should stay in a full cache, 0 to 1.")]
     hits: Annotated[int, Field(description="Times that a request named it.")]
     last_used_at: int | None
+    tokens: Annotated[
+        int | None, Field(description="Of a replaced text, where the earlier one is cached: tokens of the new one.")
+    ] = None
+    kept_tokens: Annotated[
+        int | None, Field(description="Of these, the tokens before the edit, which the next read does not compute.")
+    ] = None
     text: str | None = None
     chunks: Annotated[
         list[ChunkObject] | None, Field(description="Where its keys and values are; empty: not computed yet.")

@@ -10,6 +10,7 @@ from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.groups import BlockCount, SharedStart
 from kvmosaic.cache.keys import Key, KeyChain
 from kvmosaic.cache.plan import Action, CacheHit, Plan, SpanPlan, is_closed
 from kvmosaic.cache.prefix_cache import PrefixCache
@@ -52,20 +53,17 @@ class CapacityCheck:
                 requests are of this tenant and its quota is the limit, independent of other tenants.
         """
         request_blocks = self._check_request(plan, found)
-        missing: dict[Key, SpanPlan] = {}
-        present: dict[Key, Chunk] = {}
+        present, missing = held_chunks(found), dict[Key, int]()
         for span, here in zip(plan.spans, found, strict=True):
-            if here.chunk is not None:
-                present[span.key] = here.chunk
-            elif span.is_chunk:
-                missing[span.key] = span
-        chunk_blocks = sum(self._chunks.pool.blocks_for(span.num_tokens) for span in missing.values())
+            if span.is_chunk and here.chunk is None:
+                missing[span.key] = self._chunks.pool.blocks_for(span.num_tokens) - here.num_shared
+        chunk_blocks = sum(missing.values())
         if missing:
-            chunks, account = list(present.values()), self._chunks.account(plan.tenant)
-            self._check_quota(account, chunks, chunk_blocks)
-            self._check_possible(chunks, len(missing), chunk_blocks)
-            _check_quota_now(account, chunks, chunk_blocks)
-            self._check_now(chunks, len(missing), chunk_blocks)
+            account, held = self._chunks.account(plan.tenant), self._chunks.shared.count(present)
+            self._check_quota(account, held, chunk_blocks)
+            self._check_possible(present, held, len(missing), chunk_blocks)
+            _check_quota_now(account, held, chunk_blocks)
+            self._check_now(present, held, len(missing), chunk_blocks)
         return BlockDemand(request_blocks, chunk_blocks, len(missing), plan.tenant)
 
     def fits_surely(self, tenant: str, num_chunks: int, num_blocks: int) -> bool:
@@ -81,13 +79,27 @@ class CapacityCheck:
         Raises:
             ChunkCacheFull, QuotaExceeded: see `check`.
         """
-        present = {span.key: here.chunk for span, here in zip(plan.spans, found, strict=True) if here.chunk is not None}
+        present = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
         missing = {span.key: span for span in plan.spans if span.is_chunk and span.key not in present}
         if missing:
             chunk_blocks = sum(self._chunks.pool.blocks_for(span.num_tokens) for span in missing.values())
             chunks = list(present.values())
-            self._check_quota(self._chunks.account(plan.tenant), chunks, chunk_blocks)
-            self._check_possible(chunks, len(missing), chunk_blocks)
+            held = self._chunks.shared.count(chunks)
+            self._check_quota(self._chunks.account(plan.tenant), held, chunk_blocks)
+            self._check_possible(chunks, held, len(missing), chunk_blocks)
+
+    def fit(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
+        """The demand of a plan, with as much reuse as there is room for; see `check`.
+
+        Copying a block takes a free one, and a chunk whose first blocks are shared cannot be evicted meanwhile. Where
+        that is too much, `found` loses these hits.
+        """
+        for give_up in (_give_up_copies, _give_up_shared):
+            try:
+                return self.check(plan, found)
+            except (OutOfBlocks, ChunkCacheFull, QuotaExceeded):
+                give_up(found)
+        return self.check(plan, found)
 
     def make(self, need: BlockDemand) -> None:
         """Evicts until a checked demand fits; every cache hit must be acquired by now.
@@ -136,12 +148,11 @@ class CapacityCheck:
             raise _refusal(needed, pool, idle)
         return needed
 
-    def _check_quota(self, account: TenantAccount, present: Sequence[Chunk], missing_blocks: int) -> None:
+    def _check_quota(self, account: TenantAccount, held: BlockCount, missing_blocks: int) -> None:
         if account.quota_blocks is None:
             return
-        pinned_here = sum(len(chunk.block_ids) for chunk in present if chunk.pinned)
-        pinned_blocks = account.num_pinned_blocks - pinned_here
-        needed = missing_blocks + sum(len(chunk.block_ids) for chunk in present)
+        pinned_blocks = account.num_pinned_blocks - held.pinned
+        needed = missing_blocks + held.total
         if needed + pinned_blocks > account.quota_blocks:
             raise QuotaExceeded(
                 f"the chunks of this prompt need {needed} blocks of {self._chunks.pool.block_size} tokens; the quota "
@@ -149,32 +160,32 @@ class CapacityCheck:
                 "pinned for other documents; unpin documents, ask with fewer, or have the quota raised"
             )
 
-    def _check_possible(self, present: Sequence[Chunk], num_missing: int, missing_blocks: int) -> None:
+    def _check_possible(
+        self, present: Sequence[Chunk], held: BlockCount, num_missing: int, missing_blocks: int
+    ) -> None:
         chunks, pool = self._chunks, self._chunks.pool
-        pinned_here = [chunk for chunk in present if chunk.pinned]
-        pinned_blocks = chunks.total.num_pinned_blocks - sum(len(chunk.block_ids) for chunk in pinned_here)
-        needed = missing_blocks + sum(len(chunk.block_ids) for chunk in present)
+        pinned_blocks = chunks.total.num_pinned_blocks - held.pinned
+        needed = missing_blocks + held.total
         if needed + pinned_blocks > pool.num_blocks:
             raise ChunkCacheFull(
                 f"the chunks of this prompt need {needed} blocks of {pool.block_size} tokens; the chunk cache has "
                 f"{pool.num_blocks}, of which {pinned_blocks} are pinned by others; "
                 "raise the capacity, unpin chunks, or ask with fewer documents"
             )
-        count, pinned = num_missing + len(present), chunks.total.num_pinned - len(pinned_here)
+        count, pinned = num_missing + len(present), chunks.total.num_pinned - sum(c.pinned for c in present)
         if count + pinned > chunks.max_chunks:
             raise ChunkCacheFull(
                 f"this prompt has {count} different chunks; max_chunks is {chunks.max_chunks}, of which {pinned} are "
                 "pinned by others; raise max_chunks, unpin chunks, or ask with fewer documents"
             )
 
-    def _check_now(self, present: Sequence[Chunk], num_missing: int, missing_blocks: int) -> None:
+    def _check_now(self, present: Sequence[Chunk], held: BlockCount, num_missing: int, missing_blocks: int) -> None:
         chunks, pool = self._chunks, self._chunks.pool
-        idle_here = [chunk for chunk in present if chunk.is_evictable]
-        idle_blocks = chunks.total.num_idle_blocks - sum(len(chunk.block_ids) for chunk in idle_here)
+        idle_blocks = chunks.total.num_idle_blocks - held.idle
         if missing_blocks > pool.num_free + idle_blocks:
             raise _refusal(missing_blocks, pool, idle_blocks)
         too_many = len(chunks) + num_missing - chunks.max_chunks
-        idle = chunks.total.num_idle - len(idle_here)
+        idle = chunks.total.num_idle - sum(chunk.is_evictable for chunk in present)
         if too_many > idle:
             raise OutOfBlocks(
                 f"{num_missing} chunks are missing, {len(chunks)} are cached and max_chunks is {chunks.max_chunks}; "
@@ -182,9 +193,24 @@ class CapacityCheck:
             )
 
 
-def _check_quota_now(account: TenantAccount, present: Sequence[Chunk], missing_blocks: int) -> None:
-    idle_here = sum(len(chunk.block_ids) for chunk in present if chunk.is_evictable)
-    idle_blocks = account.num_idle_blocks - idle_here
+def held_chunks(found: Sequence[CacheHit]) -> list[Chunk]:
+    """The chunks that must not be evicted for a plan: those it reads, and those whose first blocks it shares."""
+    read = [here.chunk for here in found if here.chunk is not None]
+    return list(dict.fromkeys(read + [here.shared.chunk for here in found if here.shared is not None]))
+
+
+def _give_up_copies(found: Sequence[CacheHit]) -> None:
+    for here in found:
+        here.source, here.num_copied = None, 0
+
+
+def _give_up_shared(found: Sequence[CacheHit]) -> None:
+    for here in found:
+        here.shared = None
+
+
+def _check_quota_now(account: TenantAccount, held: BlockCount, missing_blocks: int) -> None:
+    idle_blocks = account.num_idle_blocks - held.idle
     if not account.has_room(missing_blocks - idle_blocks):
         raise QuotaInUse(
             f"{missing_blocks} blocks are missing; of the {account.quota_blocks} that this tenant may have, "
@@ -220,50 +246,43 @@ class Allocator:
             chain: makes the keys of blocks and chunks to register.
             again: whether its hits were already counted, because the prompt was allocated before.
         """
-        need = self._need(plan, found)
+        need = self._capacity.fit(plan, found)
         for here in found:
             self._prefix.acquire(_held(here))
             self._prefix.pool.retain(entry.block_id for entry in _held(here))
         known: dict[Key, Chunk] = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
-        for chunk in known.values():
+        acquired = held_chunks(found)
+        for chunk in acquired:
             self._chunks.acquire(chunk)
         held, spans, copies = dict(known), list[SpanAllocation](), list[BlockCopy]()
         try:
             self._capacity.make(need)
             for span, here in zip(plan.spans, found, strict=True):
                 if span.is_chunk:
-                    spans.append(self._allocate_chunk(plan, span, held, again))
+                    spans.append(self._allocate_chunk(plan, span, here.shared, held, again))
                 else:
                     spans.append(self._allocate_prefix(plan, span, here, copies, again))
         except BaseException:
-            self._detach(spans, found, held, known)
+            self._detach(spans, found, held, acquired)
             raise
         for here in found:
             for entry in _held(here):
                 entry.hits += not again
             if here.source is not None:
                 self._prefix.release((here.source,))  # the step copies it before anything is written
+        for chunk in acquired:
+            if chunk.key not in known:
+                self._chunks.release(chunk)  # its first blocks belong to a new chunk, too
         for chunk in known.values():
             self._chunks.pin_if_named(chunk)
         return Allocation(plan.layout, plan.salt, plan.tenant, spans, chain, copies)
-
-    def _need(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
-        """What the plan demands; without blocks to copy into, nothing is copied."""
-        try:
-            return self._capacity.check(plan, found)
-        except OutOfBlocks:
-            if all(here.source is None for here in found):
-                raise
-            for here in found:
-                here.source, here.num_copied = None, 0
-            return self._capacity.check(plan, found)
 
     def _detach(
         self,
         spans: Sequence[SpanAllocation],
         found: Sequence[CacheHit],
         held: dict[Key, Chunk],
-        known: dict[Key, Chunk],
+        acquired: Sequence[Chunk],
     ) -> None:
         """Undoes an allocation that failed half way."""
         for span in spans:
@@ -273,19 +292,23 @@ class Allocator:
             self._prefix.pool.release([entry.block_id for entry in _held(here)])
         for here in found:
             self._prefix.release(_held(here))
-        for key, chunk in held.items():
-            if key not in known:
+        for chunk in held.values():
+            if chunk not in acquired:
                 self._chunks.abandon(chunk)
+                self._chunks.release(chunk)
+        for chunk in acquired:
             self._chunks.release(chunk)
 
-    def _allocate_chunk(self, plan: Plan, span: SpanPlan, held: dict[Key, Chunk], again: bool) -> SpanAllocation:
+    def _allocate_chunk(
+        self, plan: Plan, span: SpanPlan, shared: SharedStart | None, held: dict[Key, Chunk], again: bool
+    ) -> SpanAllocation:
         chunk = held.get(span.key)
         is_owner, has_twin, was_evicted = chunk is None, False, False
         if chunk is None:
             was_evicted = self._chunks.was_evicted(span.key)
             start = plan.layout.spans[span.index].start
             chunk = self._chunks.create(
-                span.key, span.root, span.tokens, start, plan.salt, plan.tenant, identity=span.identity
+                span.key, span.root, span.tokens, start, plan.salt, plan.tenant, identity=span.identity, shared=shared
             )
             self._chunks.acquire(chunk)
             held[span.key] = chunk
@@ -295,7 +318,8 @@ class Allocator:
         else:
             chunk.hits += not again
         if is_owner or not again:
-            self._counters.count_chunk(span.num_tokens, span.distance, is_hit=not is_owner)
+            num_reused = chunk.num_kept if is_owner else span.num_tokens
+            self._counters.count_chunk(num_reused, span.distance, is_hit=not is_owner)
         if span.name is not None:
             self._chunks.name(chunk, span.name)
         if (priority := plan.layout.spans[span.index].segment.priority) is not None:

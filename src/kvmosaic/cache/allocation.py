@@ -180,26 +180,19 @@ class Allocation:
         return list({span.chunk.key: span.chunk for span in self.spans if span.chunk is not None}.values())
 
 
-def freed_by(allocations: Iterable[Allocation], request_pool: BlockPool) -> dict[str, int]:
-    """By pool: the blocks that would be free or evictable if all of these allocations were released.
-
-    Blocks with other holders are not counted, nor are pinned chunks.
-    """
+def freed_request_blocks(allocations: Iterable[Allocation], request_pool: BlockPool) -> int:
+    """Blocks of the request pool that would be free or evictable if all of these allocations were released."""
     references: Counter[BlockId] = Counter()
-    holders: Counter[Chunk] = Counter()
     cached: set[BlockId] = set()
     for allocation in allocations:
         for span in allocation.spans:
             if span.chunk is None:
                 references.update(span.table.block_ids)
                 cached.update(entry.block_id for entry in span.entries if not entry.is_dropped)
-        holders.update(allocation.held_chunks())
-    request_blocks = sum(
+    return sum(
         request_pool.reference_count(block_id) == count + (block_id in cached)  # the cache's own reference
         for block_id, count in references.items()
     )
-    chunks = (chunk for chunk, count in holders.items() if chunk.ref_count == count and not chunk.pinned)
-    return {"request": request_blocks, "chunk_cache": sum(len(chunk.block_ids) for chunk in chunks)}
 
 
 def own_blocks(allocation: Allocation) -> int:

@@ -38,7 +38,8 @@ class Chunk:
     it. Until then it changes state like any other: its owner completes it, and waiting requests get it.
 
     Its blocks are written once, by the allocation that owns it. The chunk's table holds one reference to each block,
-    and every allocation that reads it one more.
+    and every allocation that reads it one more. Its first full blocks may be those of another chunk that saw the same
+    and begins with the same tokens, such as an earlier text of a document; the last user frees them.
     """
 
     key: Key
@@ -61,8 +62,12 @@ class Chunk:
     state: ChunkState = ChunkState.COMPUTING
     is_dropped: bool = False
     """Not in the index any more: evicted, deleted or abandoned."""
+    num_kept: int = 0
+    """First tokens whose blocks it took over from a chunk that begins alike, instead of computing them."""
+    num_shared: int = 0
+    """First blocks that other chunks hold or have held, too; see `SharedBlocks`."""
     num_computed: int = 0
-    """Computed tokens, those of the step being assembled included."""
+    """Computed tokens, kept ones and those of the step being assembled included."""
     pinned: bool = False
     priority: float = 0.5
     ref_count: int = 0
@@ -70,7 +75,7 @@ class Chunk:
     hits: int = 0
     """Cache hits: spans allocated to it without computing it."""
     compute_ms: float = 0.0
-    """Milliseconds of compute, as reported by the engine."""
+    """Milliseconds to compute all of its tokens: as reported by the engine, scaled up if first tokens were kept."""
     completed_step: int = -1
     """The step that completed it."""
     codec: str = ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from kvmosaic.cache.block_pool import BlockPool
+from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
-from kvmosaic.cache.groups import Groups, SameTextIndex
+from kvmosaic.cache.groups import ChunkStarts, Groups, SameTextIndex, SharedBlocks, SharedStart
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.tenants import TenantAccount
-from kvmosaic.errors import ChunkInUse, UnknownChunk
+from kvmosaic.errors import ChunkInUse, OutOfBlocks, UnknownChunk
 from kvmosaic.eviction import Candidate, EvictionPolicy
 
 MAX_EVICTED = 2**14
@@ -27,6 +28,7 @@ class ChunkIndex:
         by key     key -> chunk                     being computed, or ready
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
         same text  equal tokens -> chunks           after different system texts
+        starts     root -> chunks by tokens         complete chunks, whose first blocks a new chunk may share
         leaving    deleted or abandoned             still referenced, not found by lookups
         accounts   all tenants, and each one        usage and eviction order
 
@@ -35,7 +37,7 @@ class ChunkIndex:
     Invariants:
         the eviction queue holds exactly the chunks with `is_evictable`
         a tenant above its quota has an empty eviction queue: chunks that become idle then are evicted at once
-        the chunk's table holds one reference to each block, each acquirer one more
+        the chunk's table holds one reference to each block, each acquirer one more, for every chunk that shares it
     Always safe: `evict_one` with an empty queue; abandoning twice.
 
     Eviction takes O(log n) for n chunks under any policy (see `EvictionQueue`), of all tenants or of one.
@@ -63,6 +65,8 @@ class ChunkIndex:
         self.total = TenantAccount()
         """All tenants together."""
         self.same_text = SameTextIndex()
+        self.starts = ChunkStarts(pool.block_size)
+        self.shared = SharedBlocks()
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
         self._policy = policy
@@ -165,20 +169,39 @@ class ChunkIndex:
         tenant: str = "",
         *,
         identity: Key | None = None,
+        shared: SharedStart | None = None,
     ) -> Chunk:
         """Creates a chunk to be computed, with blocks for all of its tokens; see `Chunk` for its fields.
+
+        With `shared`, its first blocks are those of another chunk, in use now, which begins with the same tokens.
 
         Raises:
             OutOfBlocks: the pool has too few free blocks; nothing has changed.
         """
         assert key not in self._chunks and len(self._chunks) < self.max_chunks
-        table = BlockTable(self.pool)
-        table.append(len(tokens) // TOKEN_BYTES)
+        table = self._new_table(len(tokens) // TOKEN_BYTES, shared)
         now = self._clock()
         chunk = Chunk(key, root, tokens, start, salt, tenant, table, now, now, identity or key)
         self._chunks[key] = chunk
-        self._count(chunk, 1, chunk.num_blocks)
+        if shared is not None:
+            self.shared.share(shared, chunk)
+            chunk.num_kept = chunk.num_computed = shared.num_blocks * self.pool.block_size
+        self._count(chunk, 1, chunk.num_blocks - chunk.num_shared)
         return chunk
+
+    def _new_table(self, num_tokens: int, shared: SharedStart | None) -> BlockTable:
+        if shared is None:
+            table = BlockTable(self.pool)
+        else:
+            block_ids = shared.chunk.block_ids[: shared.num_blocks]
+            self.pool.retain(block_ids)
+            table = BlockTable.adopt(self.pool, block_ids, shared.num_blocks * self.pool.block_size)
+        try:
+            table.append(num_tokens - table.num_tokens)
+        except OutOfBlocks:
+            table.release()
+            raise
+        return table
 
     def name(self, chunk: Chunk, name: str) -> None:
         """Adds a name; above `MAX_NAMES`, the oldest is dropped."""
@@ -212,6 +235,8 @@ class ChunkIndex:
         assert chunk.state is ChunkState.COMPUTING and chunk.num_computed == chunk.num_tokens
         chunk.state = ChunkState.READY
         chunk.completed_step = step
+        if not chunk.is_dropped:
+            self.starts.add(chunk)
         self._enqueue(chunk)
         self.pin_if_named(chunk)
 
@@ -282,9 +307,7 @@ class ChunkIndex:
         """Pins or unpins a chunk; pinned chunks are not evicted."""
         if chunk.pinned != pinned:
             self._dequeue(chunk)
-            chunk.pinned = pinned
-            for account in self._both(chunk):
-                account.note_pin(chunk, 1 if pinned else -1)
+            self._note_pinned(chunk, pinned)
             self._enqueue(chunk)
 
     def pin_if_named(self, chunk: Chunk) -> None:
@@ -319,10 +342,16 @@ class ChunkIndex:
             assert chunk.num_tokens == len(chunk.tokens) // TOKEN_BYTES
             assert (chunk.num_computed == chunk.num_tokens) == chunk.is_ready
             assert all(key in self._names.members((chunk.tenant, name)) for name in chunk.names)
+        references: Counter[BlockId] = Counter()
         for chunk in (*chunks, *self._leaving):
             assert (chunk.queue_entry is not None) == chunk.is_evictable
-            assert all(self.pool.reference_count(block_id) == 1 + chunk.ref_count for block_id in chunk.block_ids)
+            assert chunk.num_kept <= chunk.num_computed and chunk.num_kept < chunk.num_tokens
             chunk.table.check_invariants()
+            for block_id in chunk.block_ids:
+                references[block_id] += 1 + chunk.ref_count
+        assert all(self.pool.reference_count(block_id) == count for block_id, count in references.items())
+        self.shared.check_invariants((*chunks, *self._leaving))
+        assert set(self.starts) <= {chunk for chunk in chunks if chunk.is_ready and not chunk.codec}
         for chunk in self._leaving:
             assert chunk.is_dropped and chunk.ref_count > 0 and not chunk.pinned and not chunk.names
         self.same_text.check_invariants(self._chunks)
@@ -341,9 +370,11 @@ class ChunkIndex:
         pinned = [chunk for chunk in present if chunk.pinned]
         assert set(account.in_order()) == set(idle) and len(account.in_order()) == account.num_idle
         assert account.num_chunks == len(present) and account.num_pinned == len(pinned)
-        assert account.num_blocks == sum(chunk.num_blocks for chunk in (*present, *leaving))
-        assert account.num_idle_blocks == sum(chunk.num_blocks for chunk in idle)
-        assert account.num_pinned_blocks == sum(chunk.num_blocks for chunk in pinned)
+        held = {block_id for chunk in (*present, *leaving) for block_id in chunk.block_ids}
+        others = [chunk for chunk in (*present, *leaving) if not chunk.is_evictable]
+        assert account.num_blocks == len(held)
+        assert account.num_idle_blocks == len(held.difference(*(chunk.block_ids for chunk in others)))
+        assert account.num_pinned_blocks == len({block_id for chunk in pinned for block_id in chunk.block_ids})
 
     def _both(self, chunk: Chunk) -> tuple[TenantAccount, TenantAccount]:
         """The accounts of a chunk, for updates."""
@@ -370,14 +401,27 @@ class ChunkIndex:
                 self._evicted_rank,
             )
             chunk.queue_entry = (self._policy.rank(candidate), next(self._numbers), chunk)
+            num_blocks = self._set_idle(chunk, 1)
             for account in self._both(chunk):
-                account.push(chunk)
+                account.push(chunk, num_blocks)
             self.trim(chunk.tenant)
 
     def _dequeue(self, chunk: Chunk) -> None:
         if chunk.queue_entry is not None:
+            num_blocks = self._set_idle(chunk, -1)
             for account in self._both(chunk):
-                account.remove(chunk)
+                account.remove(chunk, num_blocks)
+
+    def _set_idle(self, chunk: Chunk, sign: int) -> int:
+        """Records whether a chunk is idle; returns how many blocks this concerns."""
+        return self.shared.set_idle(chunk, sign) if chunk.num_shared else chunk.num_blocks
+
+    def _note_pinned(self, chunk: Chunk, pinned: bool) -> None:
+        chunk.pinned = pinned
+        sign = 1 if pinned else -1
+        num_blocks = self.shared.set_pinned(chunk, sign)
+        for account in self._both(chunk):
+            account.note_pin(sign, num_blocks)
 
     def _unname(self, chunk: Chunk, name: str) -> None:
         chunk.names = tuple(other for other in chunk.names if other != name)
@@ -390,12 +434,11 @@ class ChunkIndex:
         self._dequeue(chunk)
         chunk.is_dropped = True
         if chunk.pinned:
-            chunk.pinned = False
-            for account in self._both(chunk):
-                account.note_pin(chunk, -1)
+            self._note_pinned(chunk, False)
         for name in chunk.names:
             self._unname(chunk, name)
         self.same_text.discard(chunk)
+        self.starts.discard(chunk)
         del self._chunks[chunk.key]
         self._count(chunk, -1, 0)
         if chunk.ref_count == 0:
@@ -404,9 +447,11 @@ class ChunkIndex:
             self._leaving.add(chunk)
 
     def _free(self, chunk: Chunk) -> None:
-        num_blocks = chunk.num_blocks
         try:
             self.on_free(chunk)
         finally:  # an interrupt must not leak the blocks
+            changed = self.shared.free(chunk)
             chunk.table.release()
-            self._count(chunk, 0, -num_blocks)
+            for account in self._both(chunk):
+                account.num_idle_blocks += changed.idle
+            self._count(chunk, 0, -changed.total)

@@ -1,12 +1,15 @@
-"""Groups: a multimap with few members under each of very many keys, and the index of chunks of equal tokens."""
+"""Groups: a multimap with few members under each of very many keys; chunks of equal tokens or equal first tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
-from kvmosaic.cache.keys import Key
+from kvmosaic.cache.keys import TOKEN_BYTES, Key
+from kvmosaic.cache.prefix_entry import SortedByTokens, num_alike
 
 PlaceT = TypeVar("PlaceT", bound=Hashable)
 MemberT = TypeVar("MemberT", bound=Hashable)
@@ -93,3 +96,208 @@ class SameTextIndex:
             for chunk in chunks:
                 assert present.get(chunk.key) is chunk
                 assert (chunk.tenant, chunk.salt, chunk.tokens) == place
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStart:
+    """The first blocks of a cached chunk, to be shared by a new chunk with the same first tokens."""
+
+    chunk: Chunk
+    num_blocks: int
+
+
+class ChunkStarts:
+    """Finds the complete chunk with the longest common prefix among those with the same root.
+
+        root      [ab…, ad…, b…]         find("abc…") is ab… or ad…: the neighbours in the order of tokens
+
+    Keys and values of a token are determined by the root and the tokens up to it, so the full blocks of the common
+    prefix are those of the new chunk, too. One entry per chunk; a lookup takes O(log chunks) comparisons.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.unwritten_step = -1
+        """The step being assembled: the chunks that it completes are not written yet; -1 for none."""
+        self._block_size = block_size
+        self._roots: dict[Key, SortedByTokens[Chunk]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._roots.values()))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (chunk for chunks in self._roots.values() for chunk in chunks)
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds a complete chunk, unless it is not exact because it came from a lossy tier.
+
+        Of two with equal tokens (which takes a collision of their keys) only the first is added.
+        """
+        if chunk.codec:
+            return
+        if (chunks := self._roots.get(chunk.root)) is None:
+            self._roots[chunk.root] = SortedByTokens(chunk)
+        elif (present := chunks.neighbours(chunk.tokens)[1]) is None or present.tokens != chunk.tokens:
+            chunks.add(chunk)
+
+    def discard(self, chunk: Chunk) -> None:
+        """Removes a chunk; safe for an absent one."""
+        if (chunks := self._roots.get(chunk.root)) is not None:
+            chunks.discard(chunk)
+            if not chunks:
+                del self._roots[chunk.root]
+
+    def find(self, root: Key, tokens: bytes) -> SharedStart | None:
+        """The longest run of full blocks that a new chunk can share; it computes its last token at least.
+
+        Args:
+            root: key of what the chunk sees and where it starts.
+            tokens: its encoded tokens.
+        """
+        chunks = self._roots.get(root)
+        if chunks is None:
+            return None
+        best = None
+        max_tokens = len(tokens) // TOKEN_BYTES - 1
+        for direction in (chunks.before(tokens), chunks.behind(tokens)):
+            chunk = next((chunk for chunk in direction if chunk.completed_step != self.unwritten_step), None)
+            if chunk is not None:
+                num_blocks = min(num_alike(chunk.tokens, tokens), max_tokens) // self._block_size
+                if num_blocks > (0 if best is None else best.num_blocks):
+                    best = SharedStart(chunk, num_blocks)
+        return best
+
+    def num_cached(self, root: Key, tokens: bytes) -> int:
+        """Tokens of a chunk that would not be computed now: all of them, or those of blocks that it can share."""
+        chunks = self._roots.get(root)
+        same = None if chunks is None else chunks.neighbours(tokens)[1]
+        if same is not None and same.tokens == tokens:
+            return len(tokens) // TOKEN_BYTES
+        shared = self.find(root, tokens)
+        return 0 if shared is None else shared.num_blocks * self._block_size
+
+
+@dataclass(slots=True)
+class _Holders:
+    """The chunks that hold one block, counted."""
+
+    total: int = 0
+    idle: int = 0
+    pinned: int = 0
+
+
+@dataclass(slots=True)
+class BlockCount:
+    """Blocks of several chunks, each counted once."""
+
+    total: int = 0
+    idle: int = 0
+    """Of these, the evictable ones: every chunk that holds them is idle."""
+    pinned: int = 0
+    """Of these, blocks that a pinned chunk holds."""
+
+
+class SharedBlocks:
+    """Counts blocks once, however many chunks hold them.
+
+        chunk a   [ 0 1 2 3 4 ]         num_shared 3       block 0: 2 holders, …, 2: 2 holders
+        chunk b   [ 0 1 2 7 8 ]         num_shared 3       blocks 3, 4, 7 and 8 are not listed: one holder each
+
+    A block is idle if all of its holders are idle, and pinned if one of them is. Holders are chunks in the index, and
+    dropped ones in use.
+
+    Invariant: a block beyond the first `num_shared` of a chunk has this chunk as its only holder.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[BlockId, _Holders] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def share(self, start: SharedStart, chunk: Chunk) -> None:
+        """Records that a new chunk holds the first blocks of another one, which is in use."""
+        assert start.chunk.ref_count > 0, "so none of its blocks is idle"
+        for block_id in start.chunk.block_ids[: start.num_blocks]:
+            holders = self._holders.get(block_id)
+            if holders is None:
+                holders = self._holders[block_id] = _Holders(1, 0, int(start.chunk.pinned))
+            holders.total += 1
+        start.chunk.num_shared = max(start.chunk.num_shared, start.num_blocks)
+        chunk.num_shared = start.num_blocks
+
+    def free(self, chunk: Chunk) -> BlockCount:
+        """Removes a holder; returns how many blocks have no holder any more, and how many become idle by this."""
+        changed = BlockCount(total=chunk.num_blocks - chunk.num_shared)
+        for block_id, holders in self._listed(chunk):
+            holders.total -= 1
+            if not holders.total:
+                del self._holders[block_id]
+                changed.total += 1
+            else:
+                changed.idle += holders.idle == holders.total
+        return changed
+
+    def set_idle(self, chunk: Chunk, sign: int) -> int:
+        """Records that a chunk becomes idle (1) or ceases to be (-1); returns how many blocks do."""
+        count = chunk.num_blocks - chunk.num_shared
+        for _, holders in self._listed(chunk):
+            count += holders.idle + max(sign, 0) == holders.total
+            holders.idle += sign
+        return count
+
+    def set_pinned(self, chunk: Chunk, sign: int) -> int:
+        """Records that a chunk becomes pinned (1) or ceases to be (-1); returns how many blocks do."""
+        count = chunk.num_blocks - chunk.num_shared
+        for _, holders in self._listed(chunk):
+            count += holders.pinned + min(sign, 0) == 0
+            holders.pinned += sign
+        return count
+
+    def count(self, chunks: Iterable[Chunk]) -> BlockCount:
+        """Blocks of some chunks."""
+        found, listed = BlockCount(), dict[BlockId, _Holders]()
+        for chunk in chunks:
+            num_own = chunk.num_blocks - chunk.num_shared
+            found.total += num_own
+            found.idle += num_own * chunk.is_evictable
+            found.pinned += num_own * chunk.pinned
+            listed.update(self._listed(chunk))
+        for holders in listed.values():
+            found.total += 1
+            found.idle += holders.idle == holders.total
+            found.pinned += holders.pinned > 0
+        return found
+
+    def num_freed_by(self, chunks: Iterable[Chunk]) -> int:
+        """Blocks that are free or idle once these chunks, which are in use, are released."""
+        count, leaving = 0, dict[BlockId, int]()
+        for chunk in chunks:
+            count += chunk.num_blocks - chunk.num_shared
+            for block_id, _ in self._listed(chunk):
+                leaving[block_id] = leaving.get(block_id, 0) + 1
+        for block_id, num_leaving in leaving.items():
+            holders = self._holders[block_id]
+            count += holders.idle + num_leaving == holders.total
+        return count
+
+    def num_holders(self) -> Iterator[tuple[BlockId, int]]:
+        """The shared blocks, each with the number of chunks that hold it."""
+        return ((block_id, holders.total) for block_id, holders in self._holders.items())
+
+    def check_invariants(self, chunks: Iterable[Chunk]) -> None:
+        """Checks the counts against all chunks that hold blocks."""
+        present, counted = list(chunks), dict[BlockId, _Holders]()
+        for chunk in present:
+            for block_id in chunk.block_ids:
+                holders = counted.setdefault(block_id, _Holders())
+                holders.total += 1
+                holders.idle += chunk.is_evictable
+                holders.pinned += chunk.pinned
+        for chunk in present:
+            assert all(block_id in self._holders for block_id in chunk.block_ids[: chunk.num_shared])
+            assert all(counted[block_id].total == 1 for block_id in chunk.block_ids[chunk.num_shared :])
+        assert self._holders.items() <= counted.items()
+
+    def _listed(self, chunk: Chunk) -> Iterator[tuple[BlockId, _Holders]]:
+        """The blocks of a chunk that others hold or have held, too."""
+        return ((block_id, self._holders[block_id]) for block_id in chunk.block_ids[: chunk.num_shared])

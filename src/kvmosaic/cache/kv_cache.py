@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvmosaic.cache.allocate import Allocator, CapacityCheck
-from kvmosaic.cache.allocation import Allocation
+from kvmosaic.cache.allocation import Allocation, freed_request_blocks
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy
 from kvmosaic.cache.chunk import Chunk, ChunkState
@@ -127,10 +128,8 @@ class KVCache(TenantChunks):
         """Why a plan cannot be allocated now, but can after other requests end; None if it can now, or never."""
         found = self._lookup.revalidate(plan)
         assert found is not None, "the plan is of this moment"
-        for here in found:
-            here.source, here.num_copied = None, 0  # blocks are copied only if there are free blocks for it
         try:
-            self._capacity.check(plan, found)
+            self._capacity.fit(plan, found)
         except OutOfBlocks as error:
             return error
         except KVMosaicError:
@@ -157,10 +156,12 @@ class KVCache(TenantChunks):
         """Starts assembling a step: `rollback_step` undoes what was advanced since this call."""
         self._step += 1
         self._prefix.begin_step(self._step)
+        self._chunks.starts.unwritten_step = self._step
 
     def end_step(self) -> None:
         """Ends a step that was carried out: what it computed may be copied from now on."""
         self._prefix.end_step()
+        self._chunks.starts.unwritten_step = -1
 
     def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> None:
         """Marks the next `num_tokens` tokens of a span as computed, by the step being assembled at the latest.
@@ -186,11 +187,12 @@ class KVCache(TenantChunks):
         """Marks a chunk that this allocation owns as loaded from a tier into its blocks instead of computed."""
         span = allocation.spans[span_index]
         chunk = span.chunk
-        assert chunk is not None and span.is_owner and not chunk.num_computed, "what is begun is computed to its end"
-        chunk.num_computed = chunk.num_tokens
+        assert chunk is not None and span.is_owner, "a chunk is loaded by its owner"
+        assert chunk.num_computed == chunk.num_kept, "what is begun is computed to its end"
         self._counters.hits += 1  # counted as a miss when it was allocated
         self._counters.loaded_chunks += 1
-        self._counters.loaded_chunk_tokens += chunk.num_tokens
+        self._counters.loaded_chunk_tokens += chunk.num_tokens - chunk.num_kept
+        chunk.num_computed = chunk.num_tokens
         self._chunks.complete(chunk, self._step)
 
     def notify(
@@ -328,8 +330,8 @@ class KVCache(TenantChunks):
                 self._chunks.abandon(chunk)
 
     def record_compute(self, chunk: Chunk, milliseconds: float) -> None:
-        """Records a chunk's compute time, for the statistics."""
-        chunk.compute_ms += milliseconds
+        """Records the compute time of a chunk, without its kept tokens."""
+        chunk.compute_ms += milliseconds * chunk.num_tokens / (chunk.num_tokens - chunk.num_kept)
         self._counters.computes += 1
         self._counters.compute_ms += milliseconds
 
@@ -346,8 +348,20 @@ class KVCache(TenantChunks):
         pinned = (block_id for chunk in self._chunks.chunks() if chunk.pinned for block_id in chunk.block_ids)
         return BlockMap(
             request=states_of(self.request_pool, kept=self._prefix.block_ids()),
-            chunk_cache=states_of(self.chunk_pool, kept=None, pinned=pinned),
+            chunk_cache=states_of(self.chunk_pool, kept=None, pinned=pinned, holders=self._chunks.shared.num_holders()),
         )
+
+    def freed_by(self, allocations: Sequence[Allocation]) -> dict[str, int]:
+        """By pool: the blocks that would be free or evictable if all of these allocations were released.
+
+        Blocks with other holders are not counted, nor are pinned chunks.
+        """
+        holders = Counter(chunk for allocation in allocations for chunk in allocation.held_chunks())
+        chunks = (chunk for chunk, count in holders.items() if chunk.ref_count == count and not chunk.pinned)
+        return {
+            self.request_pool.name: freed_request_blocks(allocations, self.request_pool),
+            self.chunk_pool.name: self._chunks.shared.num_freed_by(chunks),
+        }
 
     def reset(self) -> bool:
         """Drops everything unreferenced, pinned chunks too; returns whether both pools are empty then."""

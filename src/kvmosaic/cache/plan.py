@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
+from kvmosaic.cache.groups import SharedStart
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import PrefixEntry
@@ -128,10 +129,17 @@ class CacheHit:
     entries: list[PrefixEntry] = field(default_factory=list)
     """The blocks to share, in order."""
     chunk: Chunk | None = None
+    shared: SharedStart | None = None
+    """Missing chunks: the first blocks of a cached chunk that begins alike."""
     source: PrefixEntry | None = None
     """A block that begins like its next one: to be copied."""
     num_copied: int = 0
     """Number of common tokens in that block."""
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks of another chunk that a missing chunk shares."""
+        return 0 if self.shared is None else self.shared.num_blocks
 
 
 @dataclass(slots=True)
@@ -210,7 +218,8 @@ class CacheLookup:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
-            here = CacheHit(chunk=chunk)
+            shared = self._chunks.starts.find(span.root, span.tokens) if span.is_chunk and chunk is None else None
+            here = CacheHit(chunk=chunk, shared=shared)
             if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
                 return None  # it was cached when planned, and has been evicted
             if not span.is_chunk:
@@ -251,12 +260,17 @@ class CacheLookup:
         tokens, root = encode_tokens(span.token_ids), draft.root(index)
         key, chunk = self._chunks.find(draft.chain, root, tokens, draft.missing)
         action: Action = "compute"
+        block_ids: Sequence[BlockId] = chunk.block_ids if chunk is not None else ()
+        num_reused = span.num_tokens
         if chunk is not None:
             action = "reuse" if chunk.is_ready else "wait"
         elif key in draft.missing:
             action = "wait"
         else:
             draft.missing[key] = (root, tokens)
+            if (shared := self._chunks.starts.find(root, tokens)) is not None:
+                block_ids = shared.chunk.block_ids[: shared.num_blocks]
+            num_reused = len(block_ids) * self._chunks.pool.block_size
         self._counters.planned_chunks += 1
         self._counters.lookup_seconds += self._clock() - started
         return SpanPlan(
@@ -265,9 +279,9 @@ class CacheLookup:
             name=span.segment.name,
             action=action,
             num_tokens=span.num_tokens,
-            num_reused=0 if action == "compute" else span.num_tokens,
+            num_reused=num_reused,
             distance=draft.distances.get(index, 0),
-            block_ids=tuple(chunk.block_ids) if chunk is not None else (),
+            block_ids=tuple(block_ids),
             key=key,
             identity=_identity(draft.chain, key, root, tokens, chunk),
             root=root,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.prefix_entry import Holder, PrefixEntry, SortedChildren, num_alike, unpacked
+from kvmosaic.cache.prefix_entry import Holder, PrefixEntry, SortedByTokens, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 MIN_FIRST_TOKENS = 8
@@ -57,7 +57,7 @@ class PrefixCache:
         self.unwritten_step = -1
         """The step being assembled: what it registers may be read by it, but not copied yet; -1 for none."""
         self._entries: dict[Key, PrefixEntry] = {}
-        self._roots: dict[Key, PrefixEntry | SortedChildren] = {}
+        self._roots: dict[Key, PrefixEntry | SortedByTokens[PrefixEntry]] = {}
         """The entries without a parent, by root."""
         self._outgrown: list[PrefixEntry] = []
         """Tails that a block of the step being assembled extends."""
@@ -75,7 +75,7 @@ class PrefixCache:
         """The blocks of all entries."""
         return [entry.block_id for entry in self._entries.values()]
 
-    def children_of(self, root: Key, parent: PrefixEntry | None) -> SortedChildren | None:
+    def children_of(self, root: Key, parent: PrefixEntry | None) -> SortedByTokens[PrefixEntry] | None:
         """The entries right after `parent`, or after `root`, read only; None if there are none."""
         return unpacked(self._packed_children(root, parent))
 
@@ -253,11 +253,13 @@ class PrefixCache:
         assert all(self.pool.reference_count(entry.block_id) == 1 for entry in idle)
         assert len({entry.block_id for entry in self._entries.values()}) == len(self._entries)
 
-    def _packed_children(self, root: Key, parent: PrefixEntry | None) -> PrefixEntry | SortedChildren | None:
+    def _packed_children(
+        self, root: Key, parent: PrefixEntry | None
+    ) -> PrefixEntry | SortedByTokens[PrefixEntry] | None:
         return self._roots.get(root) if parent is None else parent._children
 
     def _set_packed_children(
-        self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | SortedChildren | None
+        self, root: Key, parent: PrefixEntry | None, kept: PrefixEntry | SortedByTokens[PrefixEntry] | None
     ) -> None:
         if parent is not None:
             parent._children = kept

@@ -1,10 +1,10 @@
-"""Prefix entries: cached blocks, and the sorted children of one, searched by common prefix."""
+"""Prefix entries: cached blocks, and items sorted by their tokens, searched by common prefix."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
@@ -53,7 +53,7 @@ class PrefixEntry:
         self.block_id = block_id
         self.ref_count = 0
         """Allocations that hold this entry; they hold all of its ancestors too."""
-        self._children: PrefixEntry | SortedChildren | None = None
+        self._children: PrefixEntry | SortedByTokens[PrefixEntry] | None = None
         self.hits = 0
         """Spans that were allocated to it, or copied its first tokens."""
         self.step = step
@@ -66,27 +66,37 @@ class PrefixEntry:
         """Not in the index any more: evicted, or registered by a step that failed."""
 
     @property
-    def children(self) -> SortedChildren | None:
+    def children(self) -> SortedByTokens[PrefixEntry] | None:
         """Child entries, read only; None if there are none."""
         return unpacked(self._children)
 
 
-class SortedChildren:
-    """Entries sorted by their encoded tokens, in buckets so that costs stay flat from a thousand to a million.
+class HasTokens(Protocol):
+    """An item with tokens that never change."""
+
+    tokens: bytes
+    """Encoded token ids."""
+
+
+ItemT = TypeVar("ItemT", bound=HasTokens)
+
+
+class SortedByTokens(Generic[ItemT]):
+    """Items sorted by their encoded tokens, in buckets so that costs stay flat from a thousand to a million.
 
         [[aa, ab, ad], [ba, bbc, bbd], …]         nearest("abc") is ab or ad: the neighbours of its insertion point
 
-    The entry with the longest common prefix with some tokens is right before or right after them in this order, so one
-    binary search finds it. No two entries have equal tokens.
+    The item with the longest common prefix with some tokens is right before or right after them in this order, so one
+    binary search finds it. No two items have equal tokens.
 
     Invariants:
         no bucket is empty; all tokens are in ascending order, across buckets too
-    Always safe: discarding an absent entry.
+    Always safe: discarding an absent item.
     """
 
     __slots__ = ("_buckets",)
 
-    def __init__(self, first: PrefixEntry) -> None:
+    def __init__(self, first: ItemT) -> None:
         self._buckets = [[first]]
 
     def __len__(self) -> int:
@@ -95,38 +105,38 @@ class SortedChildren:
     def __bool__(self) -> bool:
         return bool(self._buckets)
 
-    def __iter__(self) -> Iterator[PrefixEntry]:
-        return (entry for bucket in self._buckets for entry in bucket)
+    def __iter__(self) -> Iterator[ItemT]:
+        return (item for bucket in self._buckets for item in bucket)
 
-    def add(self, entry: PrefixEntry) -> None:
-        """Inserts an entry."""
+    def add(self, item: ItemT) -> None:
+        """Inserts an item."""
         if not self._buckets:
             self._buckets = [[]]
-        number = self._bucket_of(entry.tokens)
+        number = self._bucket_of(item.tokens)
         bucket = self._buckets[number]
-        bucket.insert(bisect_left(bucket, entry.tokens, key=_tokens_of), entry)
+        bucket.insert(bisect_left(bucket, item.tokens, key=_tokens_of), item)
         if len(bucket) > _MAX_IN_A_BUCKET:
             half = len(bucket) // 2
             self._buckets[number : number + 1] = [bucket[:half], bucket[half:]]
 
-    def discard(self, entry: PrefixEntry) -> None:
-        """Removes an entry."""
+    def discard(self, item: ItemT) -> None:
+        """Removes an item."""
         if not self._buckets:
             return
-        number = self._bucket_of(entry.tokens)
+        number = self._bucket_of(item.tokens)
         bucket = self._buckets[number]
-        index = bisect_left(bucket, entry.tokens, key=_tokens_of)
-        if index < len(bucket) and bucket[index] is entry:
+        index = bisect_left(bucket, item.tokens, key=_tokens_of)
+        if index < len(bucket) and bucket[index] is item:
             del bucket[index]
             if not bucket:
                 del self._buckets[number]
 
-    def neighbours(self, tokens: bytes) -> tuple[PrefixEntry | None, PrefixEntry | None]:
-        """The last entry before some tokens, and the first one equal to or after them."""
+    def neighbours(self, tokens: bytes) -> tuple[ItemT | None, ItemT | None]:
+        """The last item before some tokens, and the first one equal to or after them."""
         return next(self.before(tokens), None), next(self.behind(tokens), None)
 
-    def before(self, tokens: bytes) -> Iterator[PrefixEntry]:
-        """The entries before some tokens, nearest first."""
+    def before(self, tokens: bytes) -> Iterator[ItemT]:
+        """The items before some tokens, nearest first."""
         number, index = self._place_of(tokens)
         while number >= 0:
             bucket = self._buckets[number]
@@ -134,16 +144,16 @@ class SortedChildren:
             number -= 1
             index = len(self._buckets[number])
 
-    def behind(self, tokens: bytes) -> Iterator[PrefixEntry]:
-        """The entries equal to or after some tokens, nearest first."""
+    def behind(self, tokens: bytes) -> Iterator[ItemT]:
+        """The items equal to or after some tokens, nearest first."""
         number, index = self._place_of(tokens)
         while 0 <= number < len(self._buckets):
             bucket = self._buckets[number]
             yield from (bucket[place] for place in range(index, len(bucket)))
             number, index = number + 1, 0
 
-    def packed(self) -> PrefixEntry | SortedChildren | None:
-        """The compact stored form: None for no entry, and the entry itself for one, since most have no siblings."""
+    def packed(self) -> ItemT | SortedByTokens[ItemT] | None:
+        """The compact stored form: None for no item, and the item itself for one, since most have no siblings."""
         if len(self._buckets) == 1 and len(self._buckets[0]) == 1:
             return self._buckets[0][0]
         return self if self._buckets else None
@@ -151,7 +161,7 @@ class SortedChildren:
     def check_invariants(self) -> None:
         """Checks the order."""
         assert all(self._buckets)
-        tokens = [entry.tokens for entry in self]
+        tokens = [item.tokens for item in self]
         assert tokens == sorted(set(tokens))
 
     def _place_of(self, tokens: bytes) -> tuple[int, int]:
@@ -166,9 +176,9 @@ class SortedChildren:
         return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
 
 
-def unpacked(kept: PrefixEntry | SortedChildren | None) -> SortedChildren | None:
+def unpacked(kept: PrefixEntry | SortedByTokens[PrefixEntry] | None) -> SortedByTokens[PrefixEntry] | None:
     """The children, from what `packed` returned; pack them again after a change."""
-    return kept if kept is None or isinstance(kept, SortedChildren) else SortedChildren(kept)
+    return kept if kept is None or isinstance(kept, SortedByTokens) else SortedByTokens(kept)
 
 
 def num_alike(one: bytes, other: bytes) -> int:
@@ -178,9 +188,9 @@ def num_alike(one: bytes, other: bytes) -> int:
     return (length - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
-def _tokens_of(entry: PrefixEntry) -> bytes:
-    return entry.tokens
+def _tokens_of(item: HasTokens) -> bytes:
+    return item.tokens
 
 
-def _first_tokens_of(bucket: list[PrefixEntry]) -> bytes:
+def _first_tokens_of(bucket: list[ItemT]) -> bytes:
     return bucket[0].tokens

@@ -30,7 +30,7 @@ class ChunkCacheStats:
     """Blocks of the chunk pool with at least one reference."""
     total_blocks: int
     shared_blocks: int
-    """Blocks of the chunk pool with more than one reference: the cache's and those of running requests."""
+    """Blocks of the chunk pool with more than one reference: those of chunks in the cache and of running requests."""
     sharing_ratio: float
     """References per used block of the chunk pool; 1.0 when nothing is used."""
     evictions: int
@@ -62,9 +62,9 @@ class ChunkCacheStats:
     """Missing chunks that were computed, as reported by the engine."""
     compute_seconds: float
     reused_tokens: int
-    """Tokens of chunk hits, read at the position where they were computed."""
+    """Tokens of chunk hits, and those kept of an earlier text, read at the position where they were computed."""
     moved_tokens: int
-    """Tokens of chunk hits, read at a distance."""
+    """The same, read at a distance."""
     computed_tokens: int
     """Tokens of chunks that were computed."""
     loaded_chunks: int
@@ -107,13 +107,12 @@ class Counters:
     prefix_lookup_tokens: int = 0
     prefix_hit_tokens: int = 0
 
-    def count_chunk(self, num_tokens: int, distance: int, *, is_hit: bool) -> None:
+    def count_chunk(self, num_reused: int, distance: int, *, is_hit: bool) -> None:
         """Counts one allocated chunk span."""
         self.lookups += 1
-        if is_hit:
-            self.hits += 1
-            self.moved_chunk_tokens += num_tokens if distance else 0
-            self.reused_chunk_tokens += 0 if distance else num_tokens
+        self.hits += is_hit
+        self.moved_chunk_tokens += num_reused if distance else 0
+        self.reused_chunk_tokens += 0 if distance else num_reused
 
 
 def snapshot(counters: Counters, chunks: ChunkIndex, prefix: PrefixCache, request_pool: BlockPool) -> ChunkCacheStats:
@@ -198,22 +197,30 @@ def _up_to_three(references: array[int]) -> bytes:
     return lowest.translate(bytes(min(count, 3) for count in range(256)))
 
 
-def states_of(pool: BlockPool, *, kept: Iterable[BlockId] | None, pinned: Iterable[BlockId] = ()) -> bytes:
+def states_of(
+    pool: BlockPool,
+    *,
+    kept: Iterable[BlockId] | None,
+    pinned: Iterable[BlockId] = (),
+    holders: Iterable[tuple[BlockId, int]] = (),
+) -> bytes:
     """The state of every block of a pool, in one pass over it.
 
     Args:
         pool: the pool.
         kept: blocks with a cache reference besides those of readers; None: every used block.
         pinned: blocks of pinned chunks.
+        holders: blocks with cache references of several chunks, and their number.
     """
-    counts = _up_to_three(pool.references)
+    counts, by_references = _up_to_three(pool.references), _by_references(True)
     if kept is None:
-        states = bytearray(counts.translate(_by_references(True).ljust(256, b"\0")))
+        states = bytearray(counts.translate(by_references.ljust(256, b"\0")))
     else:
         states = bytearray(counts.translate(_by_references(False).ljust(256, b"\0")))
-        by_references = _by_references(True)
         for block_id in kept:
             states[block_id] = by_references[counts[block_id]]
+    for block_id, count in holders:
+        states[block_id] = by_references[min(pool.reference_count(block_id) - count, 2) + 1]
     for block_id in pinned:
         states[block_id] = BlockState.PINNED
     return bytes(states)

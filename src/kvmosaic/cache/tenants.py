@@ -72,6 +72,7 @@ class TenantAccount:
 
     A chunk is in two accounts, that of its tenant and that of all tenants, and in both eviction queues or in neither,
     at the same place. So the next chunk to evict is known at once, for any tenant and for all together.
+    Blocks that several chunks share count once (see `SharedBlocks`, which knows how many blocks a change concerns).
     """
 
     def __init__(self) -> None:
@@ -101,15 +102,15 @@ class TenantAccount:
         """Whether so many more blocks are within the quota."""
         return self.quota_blocks is None or self.num_blocks + num_blocks <= self.quota_blocks
 
-    def push(self, chunk: Chunk) -> None:
-        """Adds a chunk, whose `queue_entry` was just set, to the eviction queue."""
+    def push(self, chunk: Chunk, num_blocks: int) -> None:
+        """Adds a chunk, whose `queue_entry` was just set, to the eviction queue: `num_blocks` become idle."""
         self._queue.push(chunk)
-        self.num_idle_blocks += chunk.num_blocks
+        self.num_idle_blocks += num_blocks
 
-    def remove(self, chunk: Chunk) -> None:
-        """Removes a chunk from the eviction queue."""
+    def remove(self, chunk: Chunk, num_blocks: int) -> None:
+        """Removes a chunk from the eviction queue: `num_blocks` are idle no longer."""
         self._queue.remove(chunk)
-        self.num_idle_blocks -= chunk.num_blocks
+        self.num_idle_blocks -= num_blocks
 
     def first(self) -> Chunk | None:
         """The chunk to evict first; None when the queue is empty."""
@@ -119,7 +120,7 @@ class TenantAccount:
         """The chunks in eviction order; for tests (it sorts)."""
         return self._queue.in_order()
 
-    def note_pin(self, chunk: Chunk, sign: int) -> None:
-        """Counts a pinned chunk (1) or one that is no longer pinned (-1)."""
+    def note_pin(self, sign: int, num_blocks: int) -> None:
+        """Counts a pinned chunk (1) or one that is no longer pinned (-1), and the blocks that this concerns."""
         self.num_pinned += sign
-        self.num_pinned_blocks += sign * chunk.num_blocks
+        self.num_pinned_blocks += sign * num_blocks

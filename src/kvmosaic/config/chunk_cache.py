@@ -70,8 +70,15 @@ class ChunkCacheConfig:
     max_chunks: int = _cache(100_000, low=1, high=10**8, help="Maximum of cached chunks.")
     max_chunk_tokens: int = _cache(32_768, low=1, high=10**7, help="Maximum tokens of a chunk; see `long_chunks`.")
     max_prompt_chunks: int = _cache(4_096, low=1, high=10**6, help="Maximum documents of one prompt.")
-    long_chunks: Literal["error", "split"] = _cache(
-        "error", help="A document that is too long for one chunk: refuse it, or split it."
+    long_chunks: Literal["error", "split", "sections"] = _cache(
+        "error",
+        flag_alias="--long-documents",
+        help="A document that is too long for one chunk: refuse it, or split it. With sections, every document of more "
+        "than `max_section_tokens` is divided at headings and blank lines, so that an edit in one section costs one "
+        "section; its sections do not see each other.",
+    )
+    max_section_tokens: int = _cache(
+        1_024, low=16, high=10**7, help="Maximum tokens of a section, with `long_chunks` sections."
     )
     oversized_prompts: Literal["ordinary", "error"] = _cache(
         "ordinary",

@@ -93,6 +93,8 @@ class Setting:
     """What is used if nothing is given, where that is not a value."""
     or_none: str = ""
     """The end of the message about a number out of its bounds."""
+    flag_alias: str = ""
+    """Another name of its flag."""
     flag_default: str | None = None
     """The default of a flag, where Python has another type."""
     is_secret: bool = False

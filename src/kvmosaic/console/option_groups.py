@@ -30,6 +30,7 @@ def option(name: str, *, panel: str | None = None, has_bounds: bool = True) -> A
     has_parser = about.flag_choices is not None  # other choices are checked where they are used
     return typer.Option(
         flag,
+        *([about.flag_alias] if about.flag_alias else []),
         help=about.flag_help(),
         metavar="|".join(about.names()) or about.metavar or None,
         min=about.low if has_bounds else None,

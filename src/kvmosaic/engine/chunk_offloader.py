@@ -145,7 +145,7 @@ class ChunkOffloader:
         assert allocation is not None
         for index, span in enumerate(allocation.spans):
             chunk = span.chunk
-            if chunk is None or not span.is_owner or chunk.num_computed:
+            if chunk is None or not span.is_owner or chunk.num_computed > chunk.num_kept:
                 continue
             fetch = fetches[chunk.key].fetch if chunk.key in fetches else None
             tensors = None if fetch is None or fetch.value is None else fetch.value.tensors()
@@ -153,12 +153,13 @@ class ChunkOffloader:
                 continue
             begin = self._clock()
             try:
-                self._storage.write_chunk(chunk.block_ids, tensors)
+                num_blocks = chunk.num_kept // self._storage.block_size  # shared with another chunk, and complete
+                self._storage.write_chunk(chunk.block_ids[num_blocks:], tensors, first_token=chunk.num_kept)
             except Exception:  # recomputing the chunk overwrites its blocks
                 logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
                 continue
-            self._kv_cache.load(allocation, index)
             chunk.is_stored, chunk.codec = fetch.is_persistent, self._entries.lossy_codec
+            self._kv_cache.load(allocation, index)
             self.kept.note(chunk)
             sequence.loaded(index, fetch.tier_name, self._clock() - begin)
         self.cancel(sequence)
@@ -183,7 +184,7 @@ class ChunkOffloader:
 
     def on_computed(self, chunk: Chunk, seconds: float) -> None:
         """Offloads a newly computed chunk, which took `seconds` to compute."""
-        self._compute.note(chunk.num_tokens, seconds)
+        self._compute.note(chunk.num_tokens - chunk.num_kept, seconds)
         if self._is_deleted(chunk):
             return
         self.kept.note(chunk)
@@ -273,7 +274,7 @@ class ChunkOffloader:
         known = None if staged is None else staged.fetch
         num_bytes = span.num_tokens * self._bytes_per_token
         accept = self._entries.accept(span, start, self._compute.tell)
-        compute_seconds = self._compute.estimate(span.num_tokens)
+        compute_seconds = self._compute.estimate(span.num_to_compute)
         max_bytes = self._entries.max_bytes(span.num_tokens)
         return self.tiered_store.fetch(span.key, num_bytes, accept, compute_seconds, rank, known, max_bytes=max_bytes)
 

@@ -117,9 +117,10 @@ class Placer:
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
         if chunks_only:  # texts are computed with the request
             prompt = prompt.without_texts()
-        layout = arrange(prompt, strategy, context)
+        layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
         if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
-            layout = arrange(replace(prompt, lead_in=()), strategy, context)  # the lead-in has no room
+            # the lead-in has no room
+            layout = arrange(replace(prompt, lead_in=()), strategy, context, moves_sections=model.is_movable)
         if chunks_only:
             layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
         if layout.is_moved and not model.is_movable:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from kvmosaic.cache import KVCache
-from kvmosaic.cache.allocation import freed_by
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import HYSTERESIS, Shares
@@ -254,7 +253,7 @@ class Preemption:
                 allocated.last.table.blocks_to_append(1) for allocated in staying if allocated is not None
             )
         leaving = [other.allocation for other in chosen if other.allocation is not None]
-        return freed_by(leaving, self._kv_cache.request_pool)[pool] >= num_missing
+        return self._kv_cache.freed_by(leaving)[pool] >= num_missing
 
 
 def preemption_score(sequence: Sequence, now: float) -> float:

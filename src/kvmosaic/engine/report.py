@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmosaic.cache import Allocation, SpanAllocation
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.layout import composition_of
+from kvmosaic.layout import Span, composition_of
 from kvmosaic.prompt import Segment
 from kvmosaic.sampling import RepairUse, ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import MissReason, segment_action
@@ -38,6 +38,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                 miss=_miss(allocated, num_reused),
                 note=_joined(
                     _origin_note(span.segment),
+                    _kept_note(num_reused, span, allocated),
                     _note(allocated, allocation, sequence.tier_names.get(index)),
                 )
                 or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), max_found),
@@ -100,6 +101,8 @@ def _split_note(segment: Segment) -> str:
     if segment.part is None:
         return ""
     number, count = segment.part
+    if segment.is_section:
+        return f"section {number} of {count} of a document"
     if segment.continues and not segment.document_offset:
         return f"part {number} of {count} of a document that is longer than the model's positions: its parts overlap"
     return f"part {number} of {count} of a document that is longer than a chunk may be"
@@ -111,11 +114,17 @@ def _joined(*notes: str) -> str:
 
 def _miss(allocated: SpanAllocation, num_reused: int) -> MissReason | None:
     """Why a document is computed, as far as the cache knows."""
-    if not allocated.is_owner or num_reused:
+    if not allocated.is_owner or num_reused == allocated.num_tokens:
         return None
     if allocated.was_evicted:
         return "evicted"
     return "other_system_text" if allocated.has_twin else "never_seen"
+
+
+def _kept_note(num_reused: int, span: Span, allocated: SpanAllocation) -> str:
+    if not allocated.is_owner or not 0 < num_reused < span.num_tokens:
+        return ""
+    return f"first {num_reused} of {span.num_tokens} tokens kept from an earlier text"
 
 
 def _note(allocated: SpanAllocation, allocation: Allocation, tier_name: str | None) -> str:

@@ -208,7 +208,7 @@ class Sequence:
         self.state = SequenceState.RUNNING
         self.pending = None
         self.num_reused = tuple(
-            0 if span.is_owner else span.num_tokens if span.chunk else span.num_computed for span in allocation.spans
+            span.num_computed if span.is_owner or span.chunk is None else span.num_tokens for span in allocation.spans
         )
         is_kept = (SegmentKind.CHUNK, SegmentKind.SYSTEM, SegmentKind.TEXT)
         kept = [span.kind in is_kept for span in allocation.spans]

@@ -10,7 +10,13 @@ from kvmosaic.layout.strategies import PositionStrategy, strategy_named
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 
 
-def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContext = "system") -> Layout:
+def arrange(
+    prompt: Prompt,
+    strategy: str = "shared",
+    chunk_context: ChunkContext = "system",
+    *,
+    moves_sections: bool = True,
+) -> Layout:
     """Assigns a position and views to every segment of a tokenized prompt.
 
     With n tokens before the first chunk and chunks of m_1, m_2, … tokens:
@@ -24,7 +30,8 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
 
     A chunk is *computed* at a position that does not depend on the other segments: right after what it sees (the
     system segment, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document
-    so much later as the document has tokens before it. The views of texts and question move it. With the context
+    so much later as the document has tokens before it, unless it is a section. The views of texts and question move it.
+    Without `moves_sections`, for a model whose keys cannot be moved, a section is like any other part. With the context
     "lead_in" the prompt's lead-in is between system segment and chunk when the chunk is computed, and is dropped
     afterwards. The first chunk of a prompt has none: in the prompt, too, no chunk is before it. With `absolute`
     positions, where nothing moves, and without a lead-in, "lead_in" equals the context "system".
@@ -46,7 +53,7 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
     system_end = system.num_tokens if system else 0
     if chunk_context == "lead_in" and len(prompt.chunks) > 1:
         spans.append(Span(Segment(SegmentKind.LEAD_IN, prompt.lead_in), system_end, tuple(View(0, 0) for _ in spans)))
-    placed = _Placed(rules, spans, start_of_chunks=_before_chunks(prompt))
+    placed = _Placed(rules, spans, start_of_chunks=_before_chunks(prompt), moves_sections=moves_sections)
     seen_by = iter(seen_chunks(prompt.chunks))
     is_first = True
     for segment in prompt.segments[1 if system else 0 : -1]:
@@ -64,7 +71,7 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
                 "use position_strategy='absolute' or leave the offset out"
             )
-        else:
+        elif not placed.moves(segment):
             # its offset in its document: nothing is moved in shared positions, and every prompt hits it
             start += segment.document_offset
         placed.add_chunk(Span(segment, start, context + views), base)
@@ -75,7 +82,9 @@ def arrange(prompt: Prompt, strategy: str = "shared", chunk_context: ChunkContex
 class _Placed:
     """The spans of a prompt so far, and where its later spans read them."""
 
-    def __init__(self, rules: PositionStrategy, spans: list[Span], start_of_chunks: int) -> None:
+    def __init__(
+        self, rules: PositionStrategy, spans: list[Span], start_of_chunks: int, *, moves_sections: bool
+    ) -> None:
         self.spans = spans
         self.first = len(spans)
         """Number of spans before the first chunk or text: the system segment and the lead-in."""
@@ -84,6 +93,7 @@ class _Placed:
         self.chunks: list[int] = []
         """Indexes of the chunks' spans."""
         self._rules = rules
+        self._moves_sections = moves_sections and not rules.takes_offsets
         self._positions = {index: span.start for index, span in enumerate(spans) if not span.is_lead_in}
         """Where the prompt reads each span; no lead-in."""
         self._cursor = sum(spans[index].num_tokens for index in self._positions)
@@ -100,17 +110,26 @@ class _Placed:
     def add_chunk(self, span: Span, base: int) -> None:
         """Adds a chunk that was computed after `base` tokens."""
         self.chunks.append(len(self.spans))
-        self._add(span, self._rules.position(span.start, self._cursor, self.start_of_chunks - base))
+        start = span.start + self._offset(span.segment)
+        self._add(span, self._rules.position(start, self._cursor, self.start_of_chunks - base))
 
     def views_of(self, numbers: tuple[int, ...], base: int) -> tuple[tuple[View, ...], int]:
         """Views of the chunks that a chunk sees, and the first position after all that it sees."""
         views, end = [], base
         for number in numbers:
             seen = self.spans[self.chunks[number]]
-            position = self._rules.position_of_seen(seen.start, end)
+            position = self._rules.position_of_seen(seen.start + self._offset(seen.segment), end)
             views.append(View(self.chunks[number], position - seen.start))
             end = max(end, position + seen.num_tokens)
         return tuple(views), end
+
+    def moves(self, segment: Segment) -> bool:
+        """Whether a chunk is computed at a position that does not depend on its offset in its document."""
+        return self._moves_sections and segment.is_section
+
+    def _offset(self, segment: Segment) -> int:
+        """How far a chunk is read after the first position of its document, if it was computed there."""
+        return segment.document_offset if self.moves(segment) else 0
 
     def _add(self, span: Span, position: int) -> None:
         self._positions[len(self.spans)] = position

@@ -247,15 +247,18 @@ class BlockStorage:
             chunk.append((parts[0], parts[1] if len(parts) == 2 else None))
         return chunk
 
-    def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors) -> None:
-        """Writes a result of `read_chunk` into the first slots of these blocks; the block size may differ."""
-        slots = _slots(block_ids, len(chunk[0][0]), self.block_size, self.device)
+    def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors, *, first_token: int = 0) -> None:
+        """Writes a result of `read_chunk`, from some token on, into the first slots of these blocks.
+
+        The block size may differ from that of the blocks that were read.
+        """
+        slots = _slots(block_ids, len(chunk[0][0]) - first_token, self.block_size, self.device)
         stored = [tensors for index in range(len(self.layers)) if (tensors := self._stored(index))]
         for targets, parts in zip(stored, chunk, strict=True):
             sources = [part for part in parts if part is not None]
             for target, source in zip(targets, sources, strict=True):
                 assert source.shape[1:] == target.shape[1:] and source.dtype == target.dtype
-                target[slots] = source.to(self.device)
+                target[slots] = source[first_token:].to(self.device)
 
     def _read_kept(
         self, kept_ids: Sequence[int], kept: ChunkTensors, block_ids: Sequence[int], num_tokens: int

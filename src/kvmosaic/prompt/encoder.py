@@ -74,7 +74,7 @@ class PromptEncoder:
         """The latest lead-in text and its tokens."""
         self._is_endless = False
         self._is_joining = False
-        self._splits = self.settings.long_chunks == "split"
+        self._splits = self.settings.long_chunks != "error"
 
     def endless(self) -> PromptEncoder:
         """The same encoder for a rolling window: question and plain prompt may exceed the model's positions."""
@@ -365,7 +365,15 @@ class PromptEncoder:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
         limit, split = self.settings.max_chunk_tokens, self._splits
         limit = min(limit, self._room(segments)) if split else limit
-        parts = fit_chunks(segments, encodings, limit, split=split, max_in_order=self._free(segments) - 1)
+        in_sections = self.settings.long_chunks == "sections"
+        parts = fit_chunks(
+            segments,
+            encodings,
+            limit,
+            split=split,
+            max_section_tokens=self.settings.max_section_tokens if in_sections else None,
+            max_in_order=self._free(segments) - 1,
+        )
         self._check_count(parts)
         for part in parts:
             most = self._max_tokens(part)

@@ -89,6 +89,9 @@ class Segment:
     document_offset: int = field(default=0, compare=False)
     """Chunks of a split document: tokens of the document before this part. Its positions start so much later, unless
     the document is longer than the model's positions: then this is 0, and its parts overlap."""
+    is_section: bool = field(default=False, compare=False)
+    """Chunks of a document in sections: computed at the same position whatever its offset, and moved, so that it stays
+    a cache hit when text before it is edited."""
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several documents: index of its document, from 0."""
     origin: str = field(default="", compare=False)

@@ -26,8 +26,12 @@ class PromptSettings(Protocol):
         """Maximum documents in one prompt."""
 
     @property
-    def long_chunks(self) -> Literal["error", "split"]:
+    def long_chunks(self) -> Literal["error", "split", "sections"]:
         """Handling of a longer document."""
+
+    @property
+    def max_section_tokens(self) -> int:
+        """Maximum tokens of a section, where documents are divided at headings."""
 
     @property
     def preamble(self) -> str | int:
@@ -53,7 +57,8 @@ class PromptOptions:
     chunk_separator: str | None = None
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
-    long_chunks: Literal["error", "split"] = "error"
+    long_chunks: Literal["error", "split", "sections"] = "error"
+    max_section_tokens: int = 1_024
     preamble: str | int = "auto"
     find_documents: str = "none"
     document_pattern: str | None = None

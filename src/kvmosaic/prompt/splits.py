@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from kvmosaic.errors import ChunkTooLong
 from kvmosaic.prompt.document import MAX_POSITION
+from kvmosaic.prompt.sections import section_borders
 from kvmosaic.prompt.segment import Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.tokenizer import Encoded
 
@@ -21,6 +22,7 @@ def fit_chunks(
     limit: int,
     *,
     split: bool,
+    max_section_tokens: int | None = None,
     max_in_order: int = MAX_POSITION,
 ) -> tuple[Segment, ...]:
     """Makes every chunk fit into `limit` tokens.
@@ -30,6 +32,7 @@ def fit_chunks(
         encodings: character offsets of their tokens.
         limit: maximum tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
+        max_section_tokens: divide chunks with more tokens into sections first; None: do not.
         max_in_order: maximum tokens of a document whose parts fit one after the other.
 
     Raises:
@@ -42,14 +45,15 @@ def fit_chunks(
     for segment, encoded in zip(segments, encodings, strict=True):
         parts: tuple[Segment, ...] = (segment,)
         if segment.kind is SegmentKind.CHUNK:
-            if segment.num_tokens > limit:
+            size = limit if max_section_tokens is None else min(limit, max_section_tokens)
+            if segment.num_tokens > size:
                 if not split:
                     raise ChunkTooLong(
                         f"the {segment.label} has {segment.num_tokens} tokens, the limit is {limit}; raise "
                         "max_chunk_tokens, shorten the document, or set long_chunks='split'",
                         document=segment.document,
                     )
-                parts = _split(segment, encoded, limit)
+                parts = _split(segment, encoded, size, is_in_sections=max_section_tokens is not None)
                 if segment.num_tokens > max_in_order:
                     parts = tuple(replace(part, document_offset=0) for part in parts)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
@@ -60,14 +64,19 @@ def fit_chunks(
     return tuple(result)
 
 
-def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...]:
-    """Splits a chunk at token borders, at the end of a text unit if there is one in the second half of the limit."""
+def _split(segment: Segment, encoded: Encoded, limit: int, *, is_in_sections: bool) -> tuple[Segment, ...]:
+    """Splits a chunk at token borders, at the end of a text unit if there is one in the second half of the limit.
+
+    With `is_in_sections`, it is divided into sections first, and only longer ones are split.
+    """
     ids, text = encoded.token_ids, segment.text
     starts = encoded.starts if text is not None else None
     borders = [0]
-    while len(ids) - borders[-1] > limit:
-        borders.append(_border(borders[-1], limit, text or "", starts))
-    borders.append(len(ids))
+    sections = section_borders(text, starts, limit) if is_in_sections and text and starts else []
+    for end in (*sections, len(ids)):
+        while end - borders[-1] > limit:
+            borders.append(_border(borders[-1], limit, text or "", starts))
+        borders.append(end)
     parts = []
     for number, (first, last) in enumerate(pairwise(borders), start=1):
         part_text = None
@@ -84,6 +93,7 @@ def _split(segment: Segment, encoded: Encoded, limit: int) -> tuple[Segment, ...
                 position_offset=offset,
                 part=(number, len(borders) - 1),
                 document_offset=first,
+                is_section=is_in_sections,
             )
         )
     return tuple(parts)

@@ -41,7 +41,7 @@ class SegmentReuse:
     tier: str | None = None
     """Source of its keys and values: "device", or the tier that it was loaded from; None if all was computed."""
     miss: MissReason | None = None
-    """Documents that were computed: why they were not in the cache."""
+    """Documents that were computed, in whole or in part: why they were not in the cache."""
 
     @property
     def computed_tokens(self) -> int:

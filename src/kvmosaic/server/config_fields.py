@@ -14,6 +14,7 @@ from kvmosaic.server.choices import Choices
 VARIABLE_ONLY = "variable_only"
 """Marks a secret: command lines are visible to other users, and settings files are passed around."""
 METAVAR = "metavar"
+ALIAS = "alias"
 
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
 
@@ -25,7 +26,7 @@ def config_fields() -> dict[str, tuple[Any, FieldInfo]]:
 
 
 def _field(each: Setting) -> FieldInfo:
-    extra: dict[str, Any] = {"panel": each.panel, METAVAR: each.metavar}
+    extra: dict[str, Any] = {"panel": each.panel, METAVAR: each.metavar, ALIAS: each.flag_alias}
     if each.is_secret and each.kind is str:
         extra[VARIABLE_ONLY] = True
     is_number = each.kind in (int, float)

@@ -192,7 +192,8 @@ class _Launch:
         llm, settings = services.llm, self._settings
         dtype = str(llm.model.dtype).removeprefix("torch.")
         config = llm.chunk_cache_config
-        cache = f"{_room(llm, services.documents)}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
+        room = _room(llm, services.documents)
+        cache = f"{room}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
         self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
         if llm.model.weights_note:
             self._say(f"weights    {llm.model.weights_note}")

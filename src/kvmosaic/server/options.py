@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from kvmosaic.server.choices import Choices
-from kvmosaic.server.config_fields import METAVAR
+from kvmosaic.server.config_fields import ALIAS, METAVAR
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
@@ -60,13 +60,18 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
     else:
         flag = flag_of(name)
         about = typer.Option(
-            f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+            *([f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag, *_aliases(field)]),
             help=_text(field),
             metavar=None if kind is bool else _metavar(field),
             show_default=False,
             rich_help_panel=panel_of(field),
         )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, about])
+
+
+def _aliases(field: FieldInfo) -> list[str]:
+    assert isinstance(field.json_schema_extra, dict)
+    return [str(alias)] if (alias := field.json_schema_extra.get(ALIAS)) else []
 
 
 def panel_of(field: FieldInfo) -> str:

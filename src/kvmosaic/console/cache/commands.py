@@ -25,7 +25,7 @@ from kvmosaic.console.options import (
 )
 
 EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_documents document_pattern profile
-long_chunks chunk_codec chunk_cache_size dtype
+long_chunks max_section_tokens chunk_codec chunk_cache_size dtype
 device quantization"""
 
 cache = CommandGroup(

@@ -158,12 +158,14 @@ _OF_PROMPT = (
         "chunk_context",
         "preamble",
         "long_chunks",
+        "max_section_tokens",
     ),
     *("chunk_cache_size", "device"),
 )
 _OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
 _FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
-PLANNED = "dtype chunk_separator position_strategy chunk_context preamble long_chunks chunk_cache_size device"
+PLANNED = """dtype chunk_separator position_strategy chunk_context preamble long_chunks max_section_tokens
+chunk_cache_size device"""
 
 
 @grouped

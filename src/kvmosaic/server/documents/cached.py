@@ -13,11 +13,26 @@ from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key
 from kvmosaic.documents import StoredDocument, label_in
 from kvmosaic.engine import Engine
-from kvmosaic.errors import EngineError, QuotaExceeded, UnknownChunk
+from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk
+from kvmosaic.prompt import Document
 from kvmosaic.server.services import Services
 
 Change = Literal["delete", "pin", "unpin"]
 logger = logging.getLogger("kvmosaic.server")
+
+
+MAX_COUNTED_CHARACTERS = 2**20
+"""Longer texts are not tokenized when they are stored, only to count what a read will keep."""
+MAX_COUNTED_LOOKUPS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """What a read of a replaced document computes, and what not."""
+
+    num_tokens: int
+    num_kept: int
+    """Of these, the ones that are cached already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,32 @@ async def set_cached_priority(services: Services, tenant: str, document: StoredD
     await services.engine.call(partial(_set_priority, tenant=tenant, label=document.content.label, priority=priority))
 
 
+async def count_kept(services: Services, tenant: str, before: str, document: Document) -> KeptTokens | None:
+    """Counts what reading the new text of a document would keep of the cached chunks of its earlier text.
+
+    Args:
+        services: services of the server.
+        tenant: whose document it is.
+        before: the label of the earlier text.
+        document: the new text.
+
+    Returns:
+        None, if the earlier text is not cached, or the new one is too long to be counted, or for a chunk.
+    """
+    if not services.llm.has_chunk_cache or len(document.text) > MAX_COUNTED_CHARACTERS:
+        return None
+    try:
+        roots = await services.engine.call(partial(_roots, tenant=tenant, label=before))
+        if not roots:
+            return None
+        prompt = await services.in_thread(tenant, services.llm.encoder.encode_documents, [document])
+        parts = [chunk.token_ids or () for chunk in prompt.chunks]
+        kept = await services.engine.call(partial(_count_kept, roots=roots, parts=parts))
+    except (EngineError, InvalidPrompt):
+        return None
+    return KeptTokens(sum(map(len, parts)), kept)
+
+
 async def drop_superseded(services: Services, *, lingering: bool = False) -> None:
     """Drops the chunks of superseded texts, under all system texts and salts.
 
@@ -150,7 +191,7 @@ def _look(
     if keep is not None:
         for label in labels:
             kv_cache.pin_when_ready(label, tenant, keep)
-    if engine.chunk_config.long_chunks == "split":
+    if engine.chunk_config.long_chunks != "error":
         for chunk in kv_cache.chunks():
             if chunk.tenant == tenant:
                 for name in chunk.names:
@@ -163,6 +204,19 @@ def _look(
         except UnknownChunk:
             continue
     return found
+
+
+def _roots(engine: Engine, *, tenant: str, label: str) -> list[Key]:
+    """Returns the roots of the chunks of a text, one for each system text and salt, the newest first."""
+    chunks = _look(engine, tenant=tenant, labels=[label])[label]
+    found = (engine.kv_cache.find_chunks(chunk.key, None, tenant)[0].root for chunk in reversed(chunks))
+    return list(dict.fromkeys(found))
+
+
+def _count_kept(engine: Engine, *, roots: Sequence[Key], parts: Sequence[Sequence[int]]) -> int:
+    """Returns the cached tokens of the parts of a document, each after the system text with the most of them."""
+    roots = roots[: max(MAX_COUNTED_LOOKUPS // len(parts), 1)]
+    return sum(max(engine.kv_cache.num_cached(root, part) for root in roots) for part in parts)
 
 
 def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:

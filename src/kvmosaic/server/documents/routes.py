@@ -19,10 +19,19 @@ from kvmosaic.api.documents import (
     DocumentVersion,
     NewDocument,
 )
-from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
+from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument, shown_name
 from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
+from kvmosaic.errors import UnknownDocument
+from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
-from kvmosaic.server.documents.cached import CachedChunk, drop_superseded, find_cached, pin_cached, set_cached_priority
+from kvmosaic.server.documents.cached import (
+    CachedChunk,
+    count_kept,
+    drop_superseded,
+    find_cached,
+    pin_cached,
+    set_cached_priority,
+)
 from kvmosaic.server.documents.length_check import accepted
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
@@ -125,7 +134,7 @@ def router(services: Services) -> APIRouter:
         """Stores a document under an id, in place of the one that is there.
 
         The body may repeat the id. A request that begins after this reply reads the new text; one that reads the old
-        text ends on it.
+        text ends on it. Where the old text is cached, the reply says how many tokens of the new one are kept.
         """
         body.check_id(document_id)
         draft = await services.in_thread(tenant.name, accepted, services, body, document_id)
@@ -133,7 +142,8 @@ def router(services: Services) -> APIRouter:
             tenant.name, store.put, tenant.name, document_id, draft, _match(if_match)
         )
         response.status_code = 201 if is_new else 200
-        return await _stored(services, tenant, document, response, draft)
+        before = None if is_new else await services.in_thread(tenant.name, _text_before, store, tenant.name, document)
+        return await _stored(services, tenant, document, response, draft, before)
 
     @routes.patch(
         ROUTE + "/{document_id:path}", dependencies=NO_VERB, response_model_exclude_unset=True, responses=CHANGED
@@ -176,16 +186,35 @@ def router(services: Services) -> APIRouter:
 
 
 async def _stored(
-    services: Services, tenant: Tenant, document: StoredDocument, response: Response, draft: DocumentDraft
+    services: Services,
+    tenant: Tenant,
+    document: StoredDocument,
+    response: Response,
+    draft: DocumentDraft,
+    before: str | None = None,
 ) -> DocumentObject:
-    """Updates the cache after a document was stored, and describes the document."""
+    """Updates the cache after a document was stored, in place of a text with the label `before`; describes it."""
     response.headers["ETag"] = _etag(document)
     if document.pinned or draft.pinned is False:
         await asyncio.shield(pin_cached(services, tenant.name, document))
     if draft.priority is not None:
         await asyncio.shield(set_cached_priority(services, tenant.name, document))
     await drop_superseded(services)
-    return DocumentObject.of(document)
+    if before is None:
+        return DocumentObject.of(document)
+    text = Document(draft.text, draft.title, document.id)
+    if (counted := await count_kept(services, tenant.name, before, text)) is None:
+        return DocumentObject.of(document)
+    return DocumentObject.of(document, tokens=counted.num_tokens, kept_tokens=counted.num_kept)
+
+
+def _text_before(store: DocumentStore, tenant: str, document: StoredDocument) -> str | None:
+    """Returns the label of the text that a document had before it was replaced; None: the same, or it is gone."""
+    try:
+        label = store.get(tenant, document.id, document.version - 1).content.label
+    except UnknownDocument:
+        return None
+    return label if label != document.content.label else None
 
 
 def _chunk_objects(chunks: Sequence[CachedChunk]) -> list[ChunkObject]:

@@ -44,7 +44,8 @@ class SegmentReport(Reply):
     id: str | None = None
     name: str | None = None
     miss: Annotated[
-        MissReason | None, Field(description="Documents that were computed: why they were not in the cache.")
+        MissReason | None,
+        Field(description="Documents that were computed, all or in part: why they were not in the cache."),
     ] = None
     tokens: int
     action: Literal["reused", "moved", "computed", "partly reused"]

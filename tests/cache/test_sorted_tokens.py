@@ -10,7 +10,7 @@ from kvmosaic.cache import KeyChain
 from kvmosaic.cache import prefix_entry as module
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.keys import Key, encode_tokens
-from kvmosaic.cache.prefix_entry import PrefixEntry, SortedChildren, num_alike
+from kvmosaic.cache.prefix_entry import PrefixEntry, SortedByTokens, num_alike
 
 ROOT = KeyChain("model").root(0)
 tokens = st.lists(st.sampled_from([0, 1, 2, 255, 256, 65_536, 2**32 - 1]), min_size=1, max_size=6).map(tuple)
@@ -41,7 +41,7 @@ def test_one_of_the_neighbours_begins_most_like_any_tokens(changes, asked):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MAX_IN_A_BUCKET", 3)
         first = entry_of((7,))
-        children, known = SortedChildren(first), {(7,): first}
+        children, known = SortedByTokens(first), {(7,): first}
         for token_ids, is_added in changes:
             if is_added and token_ids not in known:
                 known[token_ids] = entry_of(token_ids)
