@@ -68,6 +68,7 @@ def test_a_document_is_read_and_edited_and_its_versions_stay_readable(server: Ru
     assert screen.text("#answer") == "Otto Bramble"
 
     screen.click(f"{ROW} .open")
+    screen.find("#document-version")
     versions = "return [...document.querySelectorAll('#document-version option')].map((one) => one.textContent)"
     assert [text.split(" (")[0] for text in screen.run(versions)] == [f"{first + 1}, current", f"{first}"]
     screen.click("#document-version option:last-child")
@@ -133,6 +134,7 @@ def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: S
     screen.click("#confirm-yes")
     assert not screen.all("dialog[open]")
     screen.click(f"{ROW} .open")
+    screen.find("#document-text")
     screen.press(Keys.ESCAPE)
     screen.until(lambda: not screen.all("dialog[open]"), "the end of the dialog")
 
