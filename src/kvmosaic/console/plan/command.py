@@ -205,7 +205,9 @@ def plan(
         show_plans(opening, asking)
         return
     from kvmosaic.console.plan.device import show_capacity
+    from kvmosaic.console.prompt_source import check_model_is_not_a_prompt
 
+    check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)
     number = _number_of_documents(documents)
     demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
     show_capacity(device.request(opening.model, opening.values["dtype"], demand), as_json=as_json, plot=device.plot)
