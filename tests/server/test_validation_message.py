@@ -7,6 +7,7 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic.api.validation_message import ValidationMessage, validation_message
+from kvmosaic.prompt.document_id import ID_RULE
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
@@ -29,7 +30,7 @@ MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
         ),
         (CHAT, [1], None, "the body: must be a JSON object"),
         ("/v1/documents", {"text": "a", "metadata": {"Colour": 5}}, "metadata.Colour", "must be a valid string"),
-        ("/v1/documents", {"id": "a b", "text": "a"}, "id", "id: must be 1 to 256 letters, digits or any of . _ : -"),
+        ("/v1/documents", {"id": " a", "text": "a"}, "id", f"id: must be {ID_RULE}"),
         ("/v1/documents:warm", None, None, "the body is missing; send a JSON object, at least {}"),
     ],
 )

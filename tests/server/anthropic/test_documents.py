@@ -27,11 +27,11 @@ def placing() -> Iterator[anthropic.Anthropic]:
 
 
 def texts(name: str) -> list[dict[str, Any]]:
-    """Documents that no other test uses."""
+    """Documents that no other test uses, not even their beginnings."""
     return [
-        document(f"The boat of {name} goes to Oak Island.", title=f"The boat of {name}"),
-        document(f"The mill of {name} grinds oats and rye for the town.", context="From a letter."),
-        document(f"The zoo of {name} has three owls and a bear."),
+        document(f"The boat of {name} goes to Oak Island.", title=f"{name} boat"),
+        document(f"The mill of {name} grinds oats and rye for the town.", context=f"{name}, from a letter."),
+        document(f"{name} zoo has three owls and a bear."),
     ]
 
 

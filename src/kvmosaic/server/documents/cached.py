@@ -119,7 +119,8 @@ async def count_kept(services: Services, tenant: str, before: str, document: Doc
         roots = await services.engine.call(partial(_roots, tenant=tenant, label=before))
         if not roots:
             return None
-        prompt = await services.in_thread(tenant, services.llm.encoder.encode_documents, [document])
+        encoder = services.llm.encoder
+        prompt = await services.in_thread(tenant, encoder.encode_documents, [document])
         parts = [chunk.token_ids or () for chunk in prompt.chunks]
         kept = await services.engine.call(partial(_count_kept, roots=roots, parts=parts))
     except (EngineError, InvalidPrompt):

@@ -143,7 +143,7 @@ class CountReplies:
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = getattr(scope.get("route"), "path", OTHER)
+                route = getattr(scope.get("route"), "path_format", OTHER)
                 self._metrics.observe_http(scope["method"], route, message["status"])
             await send(message)
 

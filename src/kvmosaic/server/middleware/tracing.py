@@ -43,7 +43,7 @@ class TracingMiddleware:
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                reply.status, reply.route = message["status"], getattr(scope.get("route"), "path", None)
+                reply.status, reply.route = message["status"], getattr(scope.get("route"), "path_format", None)
             elif not message.get("more_body", False):
                 reply.is_complete = True
             await send(message)
