@@ -53,8 +53,9 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     as_user: dict[str, Any] = {}
     if os.geteuid() == 0:  # it refuses to run as root
         as_user = {"user": "postgres", "group": "postgres", "cwd": "/"}
-        for path in (folder, *folder.parents[:3]):
-            path.chmod(0o755)
+        for path in (folder, *folder.parents):
+            if path.stat().st_mode & 0o055 != 0o055:  # folders of tests are of one user
+                path.chmod(path.stat().st_mode | 0o055)
         shutil.chown(folder, "postgres", "postgres")
     data, programs_at = folder / "data", programs[-1].parent
     subprocess.run(
