@@ -212,7 +212,7 @@ class DocumentDatabase:
         if self.is_shared and self.is_sqlite and time.monotonic() >= self._clock_due:
             self._clock_due = time.monotonic() + _CLOCK_SECONDS
             with self.write(None) as connection:
-                connection.execute(update(_CLOCK).values(self._clock_row()))
+                connection.execute(update(_CLOCK).values(_clock_row(self._clock())))
 
     def close(self) -> None:
         """Saves the clock and closes all connections."""
@@ -240,9 +240,7 @@ class DocumentDatabase:
             _TABLES.create_all(connection)
             known = connection.execute(select(_CLOCK.c.schema_version)).scalar_one_or_none()
             if known is None:
-                now = time.time()
-                values = {"seconds": now, "wall_seconds": now, "boot_seconds": _boot_seconds(), "boot_id": _boot_id()}
-                connection.execute(insert(_CLOCK).values(schema_version=SCHEMA_VERSION, **values))
+                connection.execute(insert(_CLOCK).values(schema_version=SCHEMA_VERSION, **_clock_row(time.time())))
             elif known > SCHEMA_VERSION:
                 raise InvalidConfig(
                     f"the stored documents in {self._name!r:.200} were written by a later version (schema {known}, "
@@ -263,14 +261,6 @@ class DocumentDatabase:
                 start = float(connection.execute(select(func.extract("epoch", func.clock_timestamp()))).scalar_one())
         begun = _boot_seconds()
         return lambda: start + _boot_seconds() - begun
-
-    def _clock_row(self) -> dict[str, Any]:
-        return {
-            "seconds": self._clock(),
-            "wall_seconds": time.time(),
-            "boot_seconds": _boot_seconds(),
-            "boot_id": _boot_id(),
-        }
 
     def _unavailable(self, error: DBAPIError) -> DocumentStoreUnavailable:
         return DocumentStoreUnavailable(
@@ -340,7 +330,6 @@ def _open_sqlite(url: URL) -> Engine:
         connection.isolation_level = None  # transactions begin below
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")  # what was acknowledged is on the disk
-        connection.execute("PRAGMA foreign_keys=ON")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -380,6 +369,16 @@ def _cannot_write(folder: Path, reason: str) -> str:
 def _first_line(error: SQLAlchemyError) -> str:
     cause = error.orig if isinstance(error, DBAPIError) else error
     return (str(cause).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _clock_row(seconds: float) -> dict[str, Any]:
+    """What is saved of the clock when it shows `seconds`."""
+    return {
+        "seconds": seconds,
+        "wall_seconds": time.time(),
+        "boot_seconds": _boot_seconds(),
+        "boot_id": _boot_id(),
+    }
 
 
 def _boot_seconds() -> float:

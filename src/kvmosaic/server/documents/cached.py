@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key
-from kvmosaic.documents import StoredDocument, label_in
+from kvmosaic.documents import DocumentDraft, StoredDocument, label_in
 from kvmosaic.engine import Engine
 from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk
 from kvmosaic.prompt import Document
@@ -65,6 +65,18 @@ async def find_cached(
     labels = [document.content.label for document in documents]
     found = await services.engine.call(partial(_look, tenant=tenant, labels=labels))
     return {document.id: found[document.content.label] for document in documents}
+
+
+async def apply_draft(services: Services, tenant: str, document: StoredDocument, draft: DocumentDraft) -> None:
+    """Pins, unpins and ranks the chunks of a document that was just stored, as its draft says.
+
+    Raises:
+        EngineError, QuotaExceeded: see `pin_cached`.
+    """
+    if document.pinned or draft.pinned is False:
+        await pin_cached(services, tenant, document)
+    if draft.priority is not None:
+        await set_cached_priority(services, tenant, document)
 
 
 async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> int:

@@ -26,6 +26,7 @@ from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import (
     CachedChunk,
+    apply_draft,
     count_kept,
     drop_superseded,
     find_cached,
@@ -195,10 +196,7 @@ async def _stored(
 ) -> DocumentObject:
     """Updates the cache after a document was stored, in place of a text with the label `before`; describes it."""
     response.headers["ETag"] = _etag(document)
-    if document.pinned or draft.pinned is False:
-        await asyncio.shield(pin_cached(services, tenant.name, document))
-    if draft.priority is not None:
-        await asyncio.shield(set_cached_priority(services, tenant.name, document))
+    await asyncio.shield(apply_draft(services, tenant.name, document, draft))
     await drop_superseded(services)
     if before is None:
         return DocumentObject.of(document)

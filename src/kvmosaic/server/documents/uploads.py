@@ -20,7 +20,7 @@ from kvmosaic.documents.stored import MAX_METADATA_VALUE
 from kvmosaic.errors import InvalidDocument, KVMosaicError
 from kvmosaic.extraction import extract_text
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
-from kvmosaic.server.documents.cached import drop_superseded, pin_cached, set_cached_priority
+from kvmosaic.server.documents.cached import apply_draft, drop_superseded
 from kvmosaic.server.documents.length_check import accepted
 from kvmosaic.server.documents.routes import ROUTE
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
@@ -164,10 +164,7 @@ class Upload:
 
     async def _update_cache(self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]) -> None:
         for document, draft in changed:
-            if document.pinned or draft.pinned is False:
-                await pin_cached(self._services, self._tenant.name, document)
-            if draft.priority is not None:
-                await set_cached_priority(self._services, self._tenant.name, document)
+            await apply_draft(self._services, self._tenant.name, document, draft)
         await drop_superseded(self._services)
 
     async def _batches(self, request: Request) -> AsyncIterator[list[tuple[int, bytes | None]]]:
