@@ -159,7 +159,8 @@ def _storm(
             else:
                 priority = chance.choice([0, 0, 1])
                 request = engine.add_request(prompt, params, position_strategy=strategy, priority=priority)
-                running.append((request, prompt, strategy))
+                # A quota may have left its documents no room: its report says so, and each sees those before it.
+                running.append((request, prompt.joined() if request.note else prompt, strategy))
         elif dice < 0.44 and running:
             request = chance.choice(running)[0]
             if not request.is_finished:
