@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.asking import MESSAGES
+from support.server import RunningServer
 from support.vllm.front import REPORT, App
 
 CHAT = "/v1/chat/completions"
@@ -41,6 +43,15 @@ def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None
     assert bodies[0] == bodies[1]
     read = client.get("/v1/documents/ferry").json()
     assert (read["text"], read["hits"], read["version"]) == ("It goes to Oak Island.", 1, 1)
+
+
+def test_documents_are_those_of_our_own_server_in_the_same_folder(client: Any, tmp_path: Path) -> None:
+    client.put("/v1/documents/ferry", json={"title": "The ferry", "text": "It goes to Oak Island."})
+    with RunningServer(documents_dir=str(tmp_path)) as server:
+        assert httpx.get(f"{server.url}/v1/documents/ferry").json()["text"] == "It goes to Oak Island."
+        stored = httpx.put(f"{server.url}/v1/documents/mill", json={"text": "It is red."})
+        assert stored.status_code == 201
+    assert [each["id"] for each in client.get("/v1/documents").json()["data"]] == ["mill", "ferry"]
 
 
 def test_a_change_that_was_meant_for_another_version_is_refused(client: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents.database import NO_FOLDER
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELDS, How
@@ -16,8 +17,8 @@ from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
 """The same prefix and names as for our own server."""
-TENANT = ""
-"""vLLM's API keys do not tell clients apart."""
+TENANT = DEFAULT_TENANT
+"""That of our own server without keys: vLLM's keys do not tell clients apart."""
 TEXTS: dict[str, Callable[[str], Any]] = {
     "chunk_separator": str,
     "preamble": str,
