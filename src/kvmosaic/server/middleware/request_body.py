@@ -13,9 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.error_forms import MESSAGES_ROUTE
+from kvmosaic.api.json_limits import check_json
 from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.errors import ApiError, as_api_error, reply_of_error, request_id_of
-from kvmosaic.server.json_body import PARSED, LongBody, check_json, parse_long
+from kvmosaic.server.json_body import PARSED, LongBody, parse_long
 from kvmosaic.server.middleware.authentication import READING
 
 BODY_SECONDS = 60.0
