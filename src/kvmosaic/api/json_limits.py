@@ -63,6 +63,23 @@ def check_json(body: bytes) -> None:
             _check_number(part.group())
 
 
+def check_json_type(content_type: str) -> None:
+    """Refuses a body that is not sent as JSON.
+
+    A page of another origin could send any other type through its visitor's browser.
+
+    Raises:
+        ApiError: 400, the type that the header says.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"{kind[:100]!r}" if kind else "nothing"
+        message = (
+            f"the body must be JSON, sent with the header 'Content-Type: application/json'; the header says {said}"
+        )
+        raise ApiError(400, message, code="invalid_content_type")
+
+
 def _end_of_text(body: bytes, begin: int) -> int:
     """Returns the position after the closing quote of the string that begins at `begin`, or after the body."""
     position = begin

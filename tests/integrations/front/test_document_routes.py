@@ -13,6 +13,7 @@ from support.server import RunningServer
 from support.vllm.front import REPORT, App
 
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 def error_of(reply: Any) -> tuple[int, str | None]:
@@ -105,7 +106,14 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
         ("PUT", "/v1/documents/a", b'{"text": "x", "id": 3}', 400),
         ("PUT", "/v1/documents/..%2f..%2fetc", b'{"text": "x"}', 400),
         ("PUT", "/v1/documents/a:warm", b'{"text": "x"}', 405),
-        ("PATCH", "/v1/documents/a", b"{}", 405),
+        ("PATCH", "/v1/documents/a", b"{}", 400),
+        ("PATCH", "/v1/documents/a", b'{"priority": 0.9}', 400),
+        ("PATCH", "/v1/documents", b"{}", 405),
+        ("POST", "/v1/documents/a", b"{}", 405),
+        ("PUT", "/v1/documents:batch", b"{}", 405),
+        ("GET", "/v1/documents?include_chunks=true", b"", 400),
+        ("PUT", "/v1/documents/a", b'{"text": "half \\ud83d"}', 400),
+        ("PUT", "/v1/documents/a", b'{"text": "x", "ttl_seconds": NaN}', 400),
         ("DELETE", "/v1/documents", b"", 405),
         ("POST", "/v1/documents/a:pin", b"", 404),
         ("POST", "/v1/documents/a:warm", b"", 404),
@@ -117,7 +125,7 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_told(client: Any, method: str, path: str, content: bytes, status: int) -> None:
-    reply = client.request(method, path, content=content)
+    reply = client.request(method, path, content=content, headers=JSON)
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 

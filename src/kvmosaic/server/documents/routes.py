@@ -120,7 +120,7 @@ def router(services: Services) -> APIRouter:
         details: dict[str, Any] = {"text": document.content.text, "chunks": _chunk_objects(found[document_id])}
         if include_versions:
             versions = await services.in_thread(tenant.name, store.versions, tenant.name, document_id)
-            details["versions"] = [_version(each) for each in versions]
+            details["versions"] = [DocumentVersion.of(each) for each in versions]
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document, **details)
 
@@ -240,10 +240,6 @@ def _chunk_object(chunk: CachedChunk) -> ChunkObject:
 
 def _chunks_of(document: StoredDocument, found: Mapping[str, Sequence[CachedChunk]]) -> dict[str, Any]:
     return {"chunks": _chunk_objects(found[document.id])} if document.id in found else {}
-
-
-def _version(document: StoredDocument) -> DocumentVersion:
-    return DocumentVersion(version=document.version, title=document.content.title, bytes=document.num_bytes)
 
 
 def _etag(document: StoredDocument) -> str:
