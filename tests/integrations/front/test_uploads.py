@@ -153,6 +153,21 @@ def test_a_split_document_must_fit_into_one_prompt_as_a_whole(app: App) -> None:
     assert reply.status_code == 400 and "store it in parts" in reply.json()["error"]["message"], reply.text
 
 
+def test_a_long_document_is_divided_into_sections(app: App) -> None:
+    client = app.client(long_chunks="sections", max_section_tokens=100)
+    sections = [f"# Part {number}\n" + f"The ferry number {number} goes home. " * 3 for number in range(4)]
+    client.put("/v1/documents/book", json={"text": "\n\n".join(sections)})
+    client.post(CHAT, json={"messages": MESSAGES, "documents": [{"id": "book"}, "Another."]})
+    before = app.body["kv_transfer_params"]["kvmosaic"]
+    num_parts = len(before["chunks"]) - 1
+    assert num_parts > 3 and before["continues"] == [0] + [1] * (num_parts - 1) + [0]
+    sections[1] = "# Part 1\nChanged."
+    client.put("/v1/documents/book", json={"text": "\n\n".join(sections)})
+    client.post(CHAT, json={"messages": MESSAGES, "documents": [{"id": "book"}, "Another."]})
+    after = app.body["kv_transfer_params"]["kvmosaic"]
+    assert after["chunks"][-2:] == before["chunks"][-2:] and after["chunks"] != before["chunks"]
+
+
 ROUTES = [
     ("GET", "/v1/documents"),
     ("PUT", "/v1/documents/a"),

@@ -31,9 +31,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(model: Path, folder: Path) -> ForkedServer:
+def start(model: Path, folder: Path, **variables: str) -> ForkedServer:
     arguments = (f"--middleware={MIDDLEWARE}", f"--api-key={KEY}")
-    environment = {"KVMOSAIC_DOCUMENTS_DIR": str(folder)}
+    environment = {"KVMOSAIC_DOCUMENTS_DIR": str(folder), **variables}
     server = ForkedServer(model, *arguments, port=free_port(), environment=environment)
     server.http.headers["Authorization"] = f"Bearer {KEY}"
     return server
@@ -160,6 +160,26 @@ def test_watched_folder_is_followed(server: ForkedServer, tmp_path: Path, monkey
     finally:
         watching.send_signal(signal.SIGINT)
         assert watching.wait(60) == 0
+
+
+def test_an_edit_of_a_document_in_sections_computes_one_of_them(
+    vllm_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    sections = [f"# Part {number}\n" + f"The ferry number {number} goes home. " * 3 for number in range(4)]
+    variables = {"KVMOSAIC_LONG_CHUNKS": "sections", "KVMOSAIC_MAX_SECTION_TOKENS": "64"}
+    server = start(vllm_model("llama"), tmp_path, **variables)
+    try:
+        store(server, {"id": "book", "text": "\n\n".join(sections)})
+        first = ask(server, {"id": "book"})["kvmosaic"]["documents"]
+        assert len(first) > 3 and {each["action"] for each in first} == {"computed"}
+        sections[1] = sections[1].replace("goes", "went")
+        store(server, {"id": "book", "text": "\n\n".join(sections)})
+        second = ask(server, {"id": "book"})["kvmosaic"]["documents"]
+        computed = [number for number, each in enumerate(second) if each["action"] == "computed"]
+        assert len(second) == len(first) and len(computed) < len(second) / 2, second
+        assert second[0]["action"] == "reused" and second[-1]["action"] == "moved", second
+    finally:
+        server.stop()
 
 
 def test_two_servers_of_one_folder_share_their_documents(

@@ -29,6 +29,8 @@ TEXTS: dict[str, Callable[[str], Any]] = {
     "documents_url": str,
 }
 NUMBERS = {
+    "max_chunk_tokens": (1, 10**7),
+    "max_section_tokens": (16, 10**7),
     "max_body_bytes": (1, 2**30),
     "max_documents": (1, 10**6),
     "max_documents_bytes": (1, 2**40),
@@ -61,8 +63,8 @@ class FrontSettings(PromptOptions):
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         preamble_rule(self.preamble)
         document_finder(read_find_documents(self.find_documents), self.document_pattern)
-        if self.long_chunks not in ("error", "split"):
-            raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
+        if self.long_chunks not in ("error", "split", "sections"):
+            raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error', 'split' or 'sections'")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> FrontSettings:
