@@ -163,6 +163,12 @@ def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any
     assert client.post("/v1/documents:warm", json={"ids": []}).json()["num_documents"] == 0
 
 
+def test_a_document_that_vllm_did_not_keep_is_not_called_warm(app: App, client: Any) -> None:
+    app.report = {**REPORT, "documents": [{"action": "computed"}], "bypass": "its longest document is 1,030 tokens"}
+    reply = client.post("/v1/documents:warm", json={"documents": ["x"]})
+    assert reply.status_code == 400 and "1,030 tokens" in reply.json()["error"]["message"]
+
+
 def test_a_refusal_of_vllm_is_passed_on(app: App, client: Any) -> None:
     app.refusal = "too long"
     reply = client.post("/v1/documents:warm", json={"documents": ["x"]})

@@ -110,6 +110,15 @@ def test_what_the_model_cannot_read_is_refused_at_its_upload(server: ForkedServe
     assert result["status"] == "refused" and "1024" in result["error"]["message"], result
 
 
+def test_a_document_that_fits_but_is_never_reused_is_not_called_warm(server: ForkedServer) -> None:
+    """With padding to a whole block it is longer than the model."""
+    text = "x " * 2_000
+    while store(server, {"id": "tight", "text": text})["num_refused"]:
+        text = text[:-10]
+    reply = server.http.post("/v1/documents/tight:warm")
+    assert reply.status_code == 400 and "padding" in reply.json()["error"]["message"], reply.text
+
+
 def test_every_route_needs_the_key(server: ForkedServer) -> None:
     places = [("GET", "/v1/documents"), ("POST", "/v1/documents:batch"), ("POST", "/v1/files"), ("GET", "/v1/files")]
     places += [("PUT", "/v1/documents/x"), ("POST", "/v1/vector_stores"), ("POST", "/v1/documents:warm")]

@@ -90,6 +90,8 @@ class Warming:
             told = error.get("message") if isinstance(error, dict) else error
             raise ApiError(reply.status_code, f"vLLM refuses it: {told!s:.1000}")
         report = (answer.get("kv_transfer_params") or {}).get(FIELD) or {}
+        if report.get("bypass"):
+            raise ApiError(400, f"vLLM computed it without keeping it for other prompts: {report['bypass']!s:.1000}")
         actions = [each.get("action") for each in report.get("documents", ())]
         return WarmedDocument(
             index,
