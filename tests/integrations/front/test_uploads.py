@@ -294,6 +294,14 @@ def test_warming_ends_when_its_client_leaves(app: App, front: Any) -> None:
     in_loop(leaving)
 
 
+def test_what_takes_too_much_processor_time_to_read_is_given_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmosaic.integrations.vllm.front.middleware.CPU_SECONDS", 0.05)
+    documents = [{"text": f"The ferry number {number} goes. " * 40} for number in range(4_000)]
+    reply = client.post(CHAT, json={"messages": MESSAGES, "documents": documents})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "too_much_work"), reply.text
+    assert client.post(CHAT, json={"messages": MESSAGES, "documents": ["x"]}).status_code == 200
+
+
 @pytest.fixture
 def slow_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """Files are read only after this event."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.error_forms import error_reply
 from kvmosaic.api.errors import ApiError
+from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import (
@@ -31,6 +32,8 @@ from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF
 
+CPU_SECONDS = 30.0
+"""Maximum processor time for reading one request."""
 P = ParamSpec("P")
 T = TypeVar("T")
 _SEND_LESS = " (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store documents with PUT /v1/documents/{id}"
@@ -93,8 +96,18 @@ class ComposedDocuments:
         return self._renderer
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs work in a thread, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
+        """Runs work in a thread, off the event loop, for `CPU_SECONDS` at most.
+
+        Raises:
+            TooMuchWork: it took longer.
+            Whatever `work` raises.
+        """
+
+        def limited() -> T:
+            with cpu_limit(CPU_SECONDS):
+                return work(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, limited)
 
     async def in_file_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs work that may wait for minutes in one of the threads for files."""
