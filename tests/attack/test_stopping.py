@@ -18,9 +18,10 @@ from kvmosaic.server.process.watchdog import Watchdog
 
 OLD_FAULT = r"""
 import re, sys
-from kvmosaic.server import json_body, launch
+from kvmosaic.api import json_limits
+from kvmosaic.server import launch
 # what kvmosaic 0.1 had: one text of escaped quotes takes quadratic time, and keeps the interpreter's lock all the while
-json_body._PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
+json_limits._PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}NI]|-?[0-9][0-9.eE+-]*+', re.DOTALL)
 launch.GRACE_SECONDS = 0.0
 launch.CLOSING_SECONDS = 1
 from kvmosaic.cli import main

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tokenizers import make_tokenizer
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import Composition, choose_strategy
+from kvmosaic.integrations.vllm.contract import Composition, How, choose_strategy, composed
+from kvmosaic.layout import arrange
+from kvmosaic.prompt import Document, PromptEncoder
+from kvmosaic.prompt.settings import PromptOptions
 
 COMPOSITIONS = st.builds(
-    lambda system, chunks, strategy, context, repair, named, texts: Composition(
+    lambda system, chunks, strategy, context, repair, named, texts, continues: Composition(
         system,
         tuple(chunks),
         strategy,
@@ -20,6 +24,7 @@ COMPOSITIONS = st.builds(
         repair,
         tuple(f"d{i}" for i in range(len(chunks))) if named else (),
         texts=tuple(texts[: len(chunks)]) if any(texts[: len(chunks)]) else (),
+        continues=(0, *continues[: len(chunks) - 1]) if any(continues[: len(chunks) - 1]) else (),
     ),
     st.integers(0, 60),
     st.lists(st.integers(1, 70), min_size=1, max_size=6),
@@ -28,6 +33,7 @@ COMPOSITIONS = st.builds(
     st.integers(0, 80),
     st.booleans(),
     st.lists(st.sampled_from([0, 0, 5]), min_size=6, max_size=6),
+    st.lists(st.sampled_from([0, 1]), min_size=5, max_size=5),
 )
 
 
@@ -35,6 +41,22 @@ COMPOSITIONS = st.builds(
 def test_a_composition_comes_back_from_its_fields(composition: Composition, question: int) -> None:
     num_tokens = composition.end + question
     assert Composition.from_params(composition.to_params(), num_tokens) == composition
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+@pytest.mark.parametrize("long_chunks", ["split", "sections"])
+def test_parts_of_a_document_are_where_our_own_engine_has_them(strategy: str, long_chunks: Any) -> None:
+    options = PromptOptions(long_chunks=long_chunks, max_chunk_tokens=60, max_section_tokens=30)
+    tokenizer = make_tokenizer(None)
+    encoder = PromptEncoder(tokenizer, options, vocab_size=len(tokenizer), max_positions=4_096)
+    text = "# Mill\nIt is red.\n\n# Ferry\nIt goes home at noon.\n\n# Town\nIt is empty.\n" * 3
+    prompt = encoder.encode_documents([Document(text), Document("Short."), Document(text)], chat=False)
+    assert len(prompt.chunks) > 4
+    ready = composed(prompt, How(position_strategy=strategy), None)
+    assert ready.composition is not None
+    ours = arrange(prompt, strategy)
+    theirs = ready.composition.layout(ready.token_ids)
+    assert theirs.positions() == ours.positions() and theirs.last.start == ours.last.start
 
 
 def test_what_a_request_leaves_open_is_filled_in() -> None:

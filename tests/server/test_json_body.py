@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.server.errors import ApiError
-from kvmosaic.server.json_body import MAX_DEPTH, MAX_DIGITS, MAX_VALUES, check_json
+from kvmosaic.api.errors import ApiError
+from kvmosaic.api.json_limits import MAX_DEPTH, MAX_DIGITS, MAX_VALUES, check_json
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 numbers = st.integers(-(10**MAX_DIGITS) // 100, 10**MAX_DIGITS // 100) | st.floats(

@@ -294,6 +294,11 @@ class DocumentVersion(Reply):
     title: str | None
     bytes: int
 
+    @classmethod
+    def of(cls, document: StoredDocument) -> DocumentVersion:
+        """Describes one."""
+        return cls(version=document.version, title=document.content.title, bytes=document.num_bytes)
+
 
 class DocumentObject(Reply):
     """A stored document. Its text is sent only where one document is asked for."""

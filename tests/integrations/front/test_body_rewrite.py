@@ -18,6 +18,7 @@ from support.tokenizers import CHATML, DEFAULT_SYSTEM, PLACING_TEMPLATES, make_t
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents import DocumentDraft, DocumentStore
 from kvmosaic.integrations.vllm.contract import Composition, How
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
@@ -50,7 +51,7 @@ def renderer(
 ) -> Renderer:
     tokenizer, store = make_tokenizer(template), open_documents(FrontSettings())
     model = ServedModel(tokenizer, len(tokenizer), 4096, **fields)
-    store.create("", DocumentDraft("A stored text, which is long enough.", "Its title"), "stored")
+    store.create(DEFAULT_TENANT, DocumentDraft("A stored text, which is long enough.", "Its title"), "stored")
     return Renderer(model, FrontSettings(chunk_separator=separator, find_documents=find_documents), store)
 
 

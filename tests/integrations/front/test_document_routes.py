@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.asking import MESSAGES
+from support.server import RunningServer
 from support.vllm.front import REPORT, App
 
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 def error_of(reply: Any) -> tuple[int, str | None]:
@@ -41,6 +44,15 @@ def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None
     assert bodies[0] == bodies[1]
     read = client.get("/v1/documents/ferry").json()
     assert (read["text"], read["hits"], read["version"]) == ("It goes to Oak Island.", 1, 1)
+
+
+def test_documents_are_those_of_our_own_server_in_the_same_folder(client: Any, tmp_path: Path) -> None:
+    client.put("/v1/documents/ferry", json={"title": "The ferry", "text": "It goes to Oak Island."})
+    with RunningServer(documents_dir=str(tmp_path)) as server:
+        assert httpx.get(f"{server.url}/v1/documents/ferry").json()["text"] == "It goes to Oak Island."
+        stored = httpx.put(f"{server.url}/v1/documents/mill", json={"text": "It is red."})
+        assert stored.status_code == 201
+    assert [each["id"] for each in client.get("/v1/documents").json()["data"]] == ["mill", "ferry"]
 
 
 def test_a_change_that_was_meant_for_another_version_is_refused(client: Any) -> None:
@@ -94,7 +106,14 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
         ("PUT", "/v1/documents/a", b'{"text": "x", "id": 3}', 400),
         ("PUT", "/v1/documents/..%2f..%2fetc", b'{"text": "x"}', 400),
         ("PUT", "/v1/documents/a:warm", b'{"text": "x"}', 405),
-        ("PATCH", "/v1/documents/a", b"{}", 405),
+        ("PATCH", "/v1/documents/a", b"{}", 400),
+        ("PATCH", "/v1/documents/a", b'{"priority": 0.9}', 400),
+        ("PATCH", "/v1/documents", b"{}", 405),
+        ("POST", "/v1/documents/a", b"{}", 405),
+        ("PUT", "/v1/documents:batch", b"{}", 405),
+        ("GET", "/v1/documents?include_chunks=true", b"", 400),
+        ("PUT", "/v1/documents/a", b'{"text": "half \\ud83d"}', 400),
+        ("PUT", "/v1/documents/a", b'{"text": "x", "ttl_seconds": NaN}', 400),
         ("DELETE", "/v1/documents", b"", 405),
         ("POST", "/v1/documents/a:pin", b"", 404),
         ("POST", "/v1/documents/a:warm", b"", 404),
@@ -106,7 +125,7 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
     ],
 )
 def test_what_cannot_be_done_is_told(client: Any, method: str, path: str, content: bytes, status: int) -> None:
-    reply = client.request(method, path, content=content)
+    reply = client.request(method, path, content=content, headers=JSON)
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -142,6 +161,12 @@ def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any
     assert some["data"][1]["error"]["code"] == "document_not_found"
     assert client.post("/v1/documents:warm", json={"ids": ["gone"]}).status_code == 404
     assert client.post("/v1/documents:warm", json={"ids": []}).json()["num_documents"] == 0
+
+
+def test_a_document_that_vllm_did_not_keep_is_not_called_warm(app: App, client: Any) -> None:
+    app.report = {**REPORT, "documents": [{"action": "computed"}], "bypass": "its longest document is 1,030 tokens"}
+    reply = client.post("/v1/documents:warm", json={"documents": ["x"]})
+    assert reply.status_code == 400 and "1,030 tokens" in reply.json()["error"]["message"]
 
 
 def test_a_refusal_of_vllm_is_passed_on(app: App, client: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.api.errors import ApiError
+from kvmosaic.api.documents import NewDocument
+from kvmosaic.api.errors import ApiError, read_body
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument
 from kvmosaic.errors import (
     DocumentChanged,
@@ -21,9 +22,10 @@ from kvmosaic.errors import (
     InvalidDocument,
     UnknownDocument,
 )
-from kvmosaic.integrations.vllm.front.documents import TENANT, new_document, open_documents
+from kvmosaic.integrations.vllm.front.documents import open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
+from kvmosaic.integrations.vllm.front.writer import check_evictable
 from kvmosaic.prompt import Document
 
 
@@ -77,7 +79,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 
 def draft(text: str = "A text.", **fields: Any) -> DocumentDraft:
-    return new_document({"text": text, "ttl_seconds": 60, **fields}).draft(DocumentStore())
+    new = read_body(NewDocument, {"text": text, "ttl_seconds": 60, **fields})
+    check_evictable(new)
+    return new.draft(DocumentStore())
 
 
 def test_a_document_is_stored_read_replaced_and_deleted(make: Make) -> None:

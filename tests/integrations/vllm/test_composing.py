@@ -27,6 +27,17 @@ def test_log_probabilities_are_those_of_our_engine(vllm_engine, own_engine, name
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_parts_of_a_document_are_one_after_the_other(vllm_engine, own_engine, name, strategy):
+    engine = vllm_engine(name)
+    engine.ask(compose(SYSTEM, [A, B, C], QUESTION, position_strategy=strategy))
+    ask = compose(SYSTEM, [A, B, C], QUESTION, position_strategy=strategy, continues=(0, 1, 0))
+    theirs = engine.ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+    assert difference(engine.ask(ask), theirs) < CLOSE
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
 def test_without_context_too(vllm_engine, own_engine, name, strategy):
     ask = compose(SYSTEM, [B, A], QUESTION, position_strategy=strategy, chunk_context="none")
     theirs = vllm_engine(name).ask(ask)

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,22 @@ _STEP_SECONDS = 0.2
 class ForkedServer(Fork):
     """A server with the plugin unless told otherwise; `http` is a client of it."""
 
-    def __init__(self, model: Path, *arguments: str, plugin: bool = True, tensor_parallel_size: int = 1) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *arguments: str,
+        plugin: bool = True,
+        tensor_parallel_size: int = 1,
+        port: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`port`: of loopback, for clients that need an address; None: a socket in a folder."""
         folder = Path(tempfile.mkdtemp(prefix="serve-"))
         self.path = folder / "http"
-        options = {"served-model-name": "small", "uds": self.path, "tensor-parallel-size": tensor_parallel_size}
+        self.port = port
+        self.url = "http://small" if port is None else f"http://127.0.0.1:{port}"
+        place = {"uds": self.path} if port is None else {"host": "127.0.0.1", "port": port}
+        options = {"served-model-name": "small", **place, "tensor-parallel-size": tensor_parallel_size}
         names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs")
         options |= {name.replace("_", "-"): OPTIONS[name] for name in names}
         flags = [f"--{name}={value}" for name, value in options.items()]
@@ -32,10 +45,9 @@ class ForkedServer(Fork):
             flags.append(f"--kv-transfer-config={json.dumps(CONNECTOR)}")
         flags += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend=mp"]
         said = [f"--model={model}", *flags, *arguments]
-        super().__init__(lambda end: _serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-        self.http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.path)), base_url="http://small", timeout=PATIENCE_SECONDS
-        )
+        super().__init__(lambda end: _serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
+        transport = httpx.HTTPTransport(uds=str(self.path)) if port is None else None
+        self.http = httpx.Client(transport=transport, base_url=self.url, timeout=PATIENCE_SECONDS)
         self._wait()
 
     def complete(self, token_ids: list[int], **fields: Any) -> dict[str, Any]:
@@ -55,13 +67,19 @@ class ForkedServer(Fork):
         for _ in range(int(PATIENCE_SECONDS / _STEP_SECONDS)):
             ended, _ = os.waitpid(self.process_id, os.WNOHANG)
             assert not ended, f"the server is gone; its last words:\n{self.output()}"
-            with socket.socket(socket.AF_UNIX) as attempt:
-                if not attempt.connect_ex(str(self.path)):
-                    break
+            if self._is_listening():
+                break
             time.sleep(_STEP_SECONDS)
-        if self.path.exists() and self.http.get("/health").status_code == 200:
+        if self._is_listening() and self.http.get("/health").status_code == 200:
             return
         raise AssertionError(f"the server does not come up; its last words:\n{self.output()}")
+
+    def _is_listening(self) -> bool:
+        family, address = (
+            (socket.AF_UNIX, str(self.path)) if self.port is None else (socket.AF_INET, ("127.0.0.1", self.port))
+        )
+        with socket.socket(family) as attempt:
+            return not attempt.connect_ex(address)
 
 
 def _serve(arguments: list[str]) -> None:

@@ -49,6 +49,8 @@ class DocumentOptions:
         ),
     ] = None
     long_chunks: Annotated[str | None, option("long_chunks")] = None
+    max_section_tokens: Annotated[int | None, option("max_section_tokens")] = None
+    max_chunk_tokens: Annotated[int | None, option("max_chunk_tokens")] = None
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
     ] = None
@@ -74,7 +76,8 @@ def serve(
     from kvmosaic.integrations.vllm.front.command import check_installed, serving
 
     tier_options = {"compression": chunk_compression, "loading": chunk_loading}
-    launch = serving(context.args, asdict(documents), chunk_tier or (), tier_options)
+    choices = {name: None if value is None else str(value) for name, value in asdict(documents).items()}
+    launch = serving(context.args, choices, chunk_tier or (), tier_options)
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)
     if show:

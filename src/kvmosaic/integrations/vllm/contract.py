@@ -53,6 +53,9 @@ class Composition:
     """`repair` is unset: the engine uses its default repair, where it can."""
     texts: tuple[int, ...] = ()
     """Tokens of the text before each chunk; empty, or one number each, 0 for none."""
+    continues: tuple[int, ...] = ()
+    """Whether each chunk is a later part of the document before it, 0 or 1; empty: none is. In shared positions, the
+    parts of one document are one after the other."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
@@ -68,7 +71,9 @@ class Composition:
         check_choice("chunk_context", self.chunk_context, get_args(Saw))
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
-        for name, number in (("ids", len(self.ids)), ("texts", len(self.texts))):
+        if any(part not in (0, 1) for part in self.continues) or any(self.continues[:1]):
+            raise InvalidConfig("continues holds 0 or 1 for each chunk, and 0 for the first, which has none before it")
+        for name, number in (("ids", len(self.ids)), ("texts", len(self.texts)), ("continues", len(self.continues))):
             if number not in (0, len(self.chunks)):
                 raise InvalidConfig(f"{number} {name} for {len(self.chunks)} chunks; give one each, or none")
         num_between = sum(map(bool, self.texts[1:]))
@@ -85,16 +90,20 @@ class Composition:
 
     def layout(self, token_ids: Sequence[int]) -> Layout:
         """The layout of the whole prompt."""
-        lengths: list[tuple[SegmentKind, int, str | None]] = [(SegmentKind.SYSTEM, self.system, None)]
+        system = Segment(SegmentKind.SYSTEM, tuple(token_ids[: self.system])) if self.system else None
+        segments, start, offset = [system] if system else [], self.system, 0
         names, texts = self.ids or (None,) * len(self.chunks), self.texts or (0,) * len(self.chunks)
-        for text, chunk, name in zip(texts, self.chunks, names, strict=True):
-            lengths += [(SegmentKind.TEXT, text, None), (SegmentKind.CHUNK, chunk, name)]
-        lengths.append((SegmentKind.QUESTION, len(token_ids) - self.end, None))
-        segments, start = [], 0
-        for kind, length, name in lengths:
-            if length:
-                segments.append(Segment(kind, tuple(token_ids[start : start + length]), name=name))
-            start += length
+        continues = self.continues or (0,) * len(self.chunks)
+        for text, chunk, name, is_later in zip(texts, self.chunks, names, continues, strict=True):
+            if text:
+                segments.append(Segment(SegmentKind.TEXT, tuple(token_ids[start : start + text])))
+            start, offset = start + text, offset if is_later else 0
+            tokens = tuple(token_ids[start : start + chunk])
+            # computed right after the system text, as a section is, and moved
+            own = Segment(SegmentKind.CHUNK, tokens, name=name, document_offset=offset, is_section=bool(is_later))
+            segments.append(own)
+            start, offset = start + chunk, offset + chunk
+        segments.append(Segment(SegmentKind.QUESTION, tuple(token_ids[start:])))
         return arrange(Prompt(tuple(segments)), self.position_strategy, self.chunk_context)
 
     def to_params(self) -> dict[str, Any]:
@@ -109,6 +118,8 @@ class Composition:
             params["ids"] = list(self.ids)
         if any(self.texts):
             params["texts"] = list(self.texts)
+        if any(self.continues):
+            params["continues"] = list(self.continues)
         return {FIELD: params}
 
     @classmethod
@@ -136,7 +147,7 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids", "texts"}
+        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids", "texts", "continues"}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
@@ -151,6 +162,7 @@ class Composition:
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
             leaves_repair_open=repair is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
+            continues=tuple(_number("continues", each) for each in _listed("continues", fields.get("continues", ()))),
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(
@@ -231,6 +243,7 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
             raise InvalidPrompt(f"the {chunk.label} has {field}, which vLLM cannot compose; leave it out")
     first = prompt.segments[0]
     names = tuple(chunk.name for chunk in chunks)
+    continues = tuple(int(chunk.document_offset > 0) for chunk in chunks)
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
@@ -240,6 +253,7 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
         ids=names if any(names) else (),
         leaves_repair_open=how.repair is None,
         texts=_texts(prompt),
+        continues=continues if any(continues) else (),
     )
     return EncodedRequest(token_ids, composition)
 

@@ -33,7 +33,7 @@ from kvmosaic.server.documents.cached import (
     pin_cached,
     set_cached_priority,
 )
-from kvmosaic.server.documents.length_check import accepted
+from kvmosaic.server.documents.writer import ServerWriter
 from kvmosaic.server.json_body import ParsedRoute
 from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.services import Services
@@ -73,7 +73,8 @@ def router(services: Services) -> APIRouter:
     )
     async def create_document(body: NewDocument, response: Response, tenant: Asker) -> DocumentObject:
         """Stores a document. An id that is taken gives 409; PUT replaces."""
-        draft = await services.in_thread(tenant.name, accepted, services, body, body.id)
+        writer = ServerWriter(services, tenant.name)
+        draft = await writer.in_thread(writer.accepted, body, body.id)
         document = await services.in_thread(tenant.name, store.create, tenant.name, draft, body.id)
         return await _stored(services, tenant, document, response, draft)
 
@@ -119,7 +120,7 @@ def router(services: Services) -> APIRouter:
         details: dict[str, Any] = {"text": document.content.text, "chunks": _chunk_objects(found[document_id])}
         if include_versions:
             versions = await services.in_thread(tenant.name, store.versions, tenant.name, document_id)
-            details["versions"] = [_version(each) for each in versions]
+            details["versions"] = [DocumentVersion.of(each) for each in versions]
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document, **details)
 
@@ -138,7 +139,8 @@ def router(services: Services) -> APIRouter:
         text ends on it. Where the old text is cached, the reply says how many tokens of the new one are kept.
         """
         body.check_id(document_id)
-        draft = await services.in_thread(tenant.name, accepted, services, body, document_id)
+        writer = ServerWriter(services, tenant.name)
+        draft = await writer.in_thread(writer.accepted, body, document_id)
         document, is_new = await services.in_thread(
             tenant.name, store.put, tenant.name, document_id, draft, _match(if_match)
         )
@@ -238,10 +240,6 @@ def _chunk_object(chunk: CachedChunk) -> ChunkObject:
 
 def _chunks_of(document: StoredDocument, found: Mapping[str, Sequence[CachedChunk]]) -> dict[str, Any]:
     return {"chunks": _chunk_objects(found[document.id])} if document.id in found else {}
-
-
-def _version(document: StoredDocument) -> DocumentVersion:
-    return DocumentVersion(version=document.version, title=document.content.title, bytes=document.num_bytes)
 
 
 def _etag(document: StoredDocument) -> str:

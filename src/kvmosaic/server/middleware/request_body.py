@@ -13,9 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.error_forms import MESSAGES_ROUTE
+from kvmosaic.api.json_limits import check_json, check_json_type
+from kvmosaic.api.upload_body import CLOSE, MAX_UPLOADS, UploadBody
 from kvmosaic.server.admission import Admission, RequestThreads
 from kvmosaic.server.errors import ApiError, as_api_error, reply_of_error, request_id_of
-from kvmosaic.server.json_body import PARSED, LongBody, check_json, parse_long
+from kvmosaic.server.json_body import PARSED, LongBody, parse_long
 from kvmosaic.server.middleware.authentication import READING
 
 BODY_SECONDS = 60.0
@@ -32,10 +34,6 @@ ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_R
 """Routes that run the engine."""
 UPLOADS = ("/v1/documents:batch", "/v1/files")
 """Routes that read a body piece by piece, which may be longer than others."""
-MAX_UPLOADS = 8
-"""Maximum number of uploads in progress. A tenant may have half of what others leave free, rounded up."""
-
-_CLOSE = {"Connection": "close"}
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -83,7 +81,7 @@ class RequestBodyMiddleware:
                 if not await self._read(receive, body, tenant.name):
                     return None
             if body:
-                _check_type(Headers(scope=scope).get("content-type", ""))
+                check_json_type(Headers(scope=scope).get("content-type", ""))
             asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
             with self._admission.asking(tenant) if asks else nullcontext():
                 content, num_bytes = bytes(body), len(body)
@@ -99,26 +97,9 @@ class RequestBodyMiddleware:
             self._add(tenant.name, -(len(body) or num_bytes))
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles a request whose route reads the body itself, in pieces that are counted and must keep coming."""
-        num_bytes, is_whole, has_begun = 0, False, False
-
-        async def counted() -> Message:
-            nonlocal num_bytes, is_whole
-            if is_whole:
-                return await receive()
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    message = await receive()
-            except TimeoutError:
-                message_text = f"nothing of the body came for {BODY_SECONDS:g} s; what was read before is stored"
-                raise ApiError(408, message_text, code="body_timeout", headers=_CLOSE) from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_upload_bytes:
-                limit = f"{self._max_upload_bytes} bytes (--max-documents-bytes)"
-                told = f"the body is longer than {limit}; send it in parts. What was read before is stored"
-                raise ApiError(413, told, code="body_too_large", headers=_CLOSE)
-            is_whole = not message.get("more_body", False)
-            return message
+        """Handles a request whose route reads the body itself."""
+        has_begun = False
+        body = UploadBody(receive, self._max_upload_bytes, "--max-documents-bytes", BODY_SECONDS)
 
         async def forward(message: Message) -> None:
             nonlocal has_begun
@@ -127,7 +108,7 @@ class RequestBodyMiddleware:
 
         try:
             with self._uploading(Request(scope).state.tenant.name):
-                await self._app(scope, counted, forward)
+                await self._app(scope, body, forward)
         except ClientDisconnect:
             return
         except Exception as error:
@@ -137,7 +118,7 @@ class RequestBodyMiddleware:
 
     @contextmanager
     def _uploading(self, tenant: str) -> Iterator[None]:
-        """Counts an upload of a tenant.
+        """Counts an upload of a tenant, which may have half of what others leave free, rounded up.
 
         Raises:
             ApiError: 429, there are too many.
@@ -171,7 +152,7 @@ class RequestBodyMiddleware:
                     413,
                     f"the body is longer than {most} bytes (--max-body-bytes); send less at once",
                     code="body_too_large",
-                    headers=_CLOSE,
+                    headers=CLOSE,
                 )
             num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
             if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):
@@ -190,16 +171,6 @@ class RequestBodyMiddleware:
             return None
         parsed = await self._threads.run(tenant, parse_long, body)
         return LongBody(parsed.pop(), partial(self._threads.run, tenant)) if parsed else None
-
-
-def _check_type(content_type: str) -> None:
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        said = f"{kind[:100]!r}" if kind else "nothing"
-        message = (
-            f"the body must be JSON, sent with the header 'Content-Type: application/json'; the header says {said}"
-        )
-        raise ApiError(400, message, code="invalid_content_type")
 
 
 class _Conversation:

@@ -1,37 +1,50 @@
-"""/v1/documents next to vLLM's own routes: stored texts that prompts name by id, and warming through vLLM itself."""
+"""/v1/documents and /v1/files next to vLLM's own routes: stored texts that prompts name by id."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvmosaic.api.documents import MAX_LIST, DeletedDocument, DocumentList, DocumentObject, NewDocument
+from kvmosaic.api.documents import (
+    MAX_LIST,
+    DeletedDocument,
+    DocumentChange,
+    DocumentList,
+    DocumentObject,
+    DocumentVersion,
+    NewDocument,
+)
 from kvmosaic.api.errors import ApiError, read_body
-from kvmosaic.api.fields import Name, Reply
-from kvmosaic.api.warming import WarmedDocument, WarmRequest, WarmSummary
+from kvmosaic.api.json_limits import check_json, check_json_type
+from kvmosaic.api.stored_files import not_served
+from kvmosaic.api.upload_batch import upload
+from kvmosaic.api.upload_body import MAX_UPLOADS, PAUSE_SECONDS, UploadBody
 from kvmosaic.documents import DocumentStore, Match, StoredDocument, StoreLimits, document_place
-from kvmosaic.errors import InvalidDocument, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
-from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask, whole_body
+from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
+from kvmosaic.integrations.vllm.front.files import ROUTE as FILES
+from kvmosaic.integrations.vllm.front.files import answer_file
+from kvmosaic.integrations.vllm.front.internal_requests import ask, whole_body
+from kvmosaic.integrations.vllm.front.replies import check_method, json_reply
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
-from kvmosaic.prompt import Document
-from kvmosaic.prompt.document_id import VERBS
+from kvmosaic.integrations.vllm.front.warming import WarmBody, Warming
+from kvmosaic.integrations.vllm.front.writer import FrontWriter, check_evictable, error_of
+from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS, VERBS
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 
 ROUTE = "/v1/documents"
-MAX_WARM = 10_000
-AT_ONCE = 4
+BATCH = f"{ROUTE}:batch"
+VECTOR_STORES = "/v1/vector_stores"
 _VERB = re.compile(rf"(.*):({'|'.join(VERBS)})", re.DOTALL)
 
 
@@ -39,14 +52,18 @@ class _ListQuery(BaseModel):
     """Which part of the list is read."""
 
     limit: Annotated[int, Field(ge=1, le=MAX_LIST)] = 20
-    after: str | None = None
+    after: Annotated[str | None, Field(max_length=MAX_ID_CHARACTERS)] = None
     order: Literal["asc", "desc"] = "desc"
+    search: Annotated[str, Field(max_length=MAX_SEARCH_CHARACTERS)] = ""
+    id: Annotated[list[str], Field(max_length=MAX_LIST)] | None = None
+    include_chunks: bool = False
 
 
-class _WarmBody(WarmRequest):
-    """What to warm, and for which of vLLM's models."""
+class _ReadQuery(BaseModel):
+    """Which version of a document is read."""
 
-    model: Name | None = None
+    version: Annotated[int | None, Field(ge=1, le=2**31)] = None
+    include_versions: bool = False
 
 
 def open_documents(settings: FrontSettings, clock: Callable[[], float] | None = None) -> DocumentStore:
@@ -66,166 +83,180 @@ def open_documents(settings: FrontSettings, clock: Callable[[], float] | None = 
 
 
 class DocumentRoutes:
-    """Creates, replaces, reads, lists, deletes and warms documents, as our own server does.
+    """Creates, replaces, reads, lists, uploads, deletes and warms documents, as our own server does.
 
-    Requires the same API key as vLLM's /v1/models: vLLM itself checks it.
+    Requires the same API key as vLLM's /v1/models: vLLM itself checks it, before anything of a body is read.
     """
 
     def __init__(self, front: ComposedDocuments) -> None:
         self._front = front
+        self._num_uploads = 0
+        self._owned: dict[str, bool] = {}
+
+    def answers(self, path: str, scope: Scope) -> bool:
+        """Whether a path is one of these routes, and vLLM has none of its own there."""
+        if path.startswith(ROUTE):
+            return path.removeprefix(ROUTE)[:1] in ("", "/", ":")
+        route = next((route for route in (FILES, VECTOR_STORES) if f"{path}/".startswith(f"{route}/")), None)
+        return route is not None and not self._is_owned(route, scope)
 
     async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Answers one request; a client that is gone gets no reply."""
         try:
             reply = await self._reply(path, scope, receive)
-        except (ApiError, KVMosaicError) as error:
-            reply = api_error(error).reply()
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            reply = error_of(error).reply()
         await reply(scope, receive, send)
+
+    def _is_owned(self, route: str, scope: Scope) -> bool:
+        if route not in self._owned:
+            routes: Iterable[Any] = getattr(scope.get("app"), "routes", ())
+            self._owned[route] = any(str(getattr(each, "path", "")).startswith(route) for each in routes)
+        return self._owned[route]
 
     async def _reply(self, path: str, scope: Scope, receive: Receive) -> Response:
         models = await ask(self._front.app, scope, "GET", "/v1/models")
         if models.status_code >= 400:
             return models
-        request, name, verb = Request(scope), path.removeprefix(ROUTE).removeprefix("/"), None
+        request, writer = Request(scope, receive), FrontWriter(self._front, scope)
+        if path.startswith(VECTOR_STORES):
+            raise not_served(path)
+        if path == BATCH:
+            check_method(request.method, "POST")
+            async with self._uploading(scope, receive) as body:
+                return Response(await upload(body, writer), media_type="application/json")
+        if path.startswith(FILES):
+            async with self._uploading(scope, receive) as body:
+                return await answer_file(body, path.removeprefix(FILES).removeprefix("/"), writer)
+        return await self._answer_document(request, path.removeprefix(ROUTE).removeprefix("/"), writer)
+
+    async def _answer_document(self, request: Request, name: str, writer: FrontWriter) -> Response:
         if found := _VERB.fullmatch(name):
-            name, verb = found[1], found[2]
-        body = await self._body(receive) if request.method in ("POST", "PUT") else {}
-        if verb is None:
-            return await self._front.in_thread(self._changed, request, name, body)  # type: ignore[no-any-return]
+            return await self._answer_verb(request, found[1], found[2], writer)
+        check_method(request.method, *(("GET", "PUT", "PATCH", "DELETE") if name else ("GET", "POST")))
+        body = await self._body(request) if request.method in ("POST", "PUT", "PATCH") else {}
+        return await writer.in_thread(self._answered, request, name, body, writer)
+
+    async def _answer_verb(self, request: Request, name: str, verb: str, writer: FrontWriter) -> Response:
         if verb != "warm":
             raise ApiError(404, f"inside vLLM there is no {verb!r} of documents; vLLM's cache decides what stays")
-        _check_method(request.method, "POST")
-        return await self._warmed(name, read_body(_WarmBody, body), scope)
+        check_method(request.method, "POST")
+        body = await writer.in_thread(read_body, WarmBody, await self._body(request))
+        return await _unless_gone(request.receive, Warming(self._front, body, request.scope).run(name))
 
-    def _changed(self, request: Request, name: str, body: dict[str, Any]) -> Response:
-        method, store = request.method, self._front.documents
-        _check_method(method, *(("GET", "PUT", "DELETE") if name else ("GET", "POST")))
+    def _answered(self, request: Request, name: str, body: dict[str, Any], writer: FrontWriter) -> Response:
+        method, store = request.method, writer.store
         if method == "POST":
-            new = new_document(body)
-            return _described(store.create(TENANT, new.draft(store), new.id), 201)
+            new = read_body(NewDocument, body)
+            return _described(store.create(TENANT, writer.accepted(new, new.id), new.id), 201)
         if not name:
-            query = read_body(_ListQuery, dict(request.query_params), "query")
-            page = store.page(TENANT, limit=query.limit, after=query.after, order=query.order)
-            return _json(DocumentList.of(page, [DocumentObject.of(document) for document in page.documents]))
+            return _listed(store, request)
         header = request.headers.get("if-match")
         match = None if header is None else Match.from_header(header)
         if method == "PUT":
-            new = new_document(body)
+            new = read_body(NewDocument, body)
             new.check_id(name)
-            document, is_new = store.put(TENANT, name, new.draft(store), match)
+            document, is_new = store.put(TENANT, name, writer.accepted(new, name), match)
             return _described(document, 201 if is_new else 200)
+        if method == "PATCH":
+            change = read_body(DocumentChange, body)
+            check_evictable(change)
+            return _described(store.set_priority(TENANT, name, change.priority, match))
         if method == "DELETE":
             store.delete(TENANT, name, match)
-            return _json(DeletedDocument(id=name, object="document.deleted", deleted=True))
-        document = store.get(TENANT, name)
-        return _described(document, text=document.content.text)
+            return json_reply(DeletedDocument(id=name, object="document.deleted", deleted=True))
+        return _read(store, request, name)
 
-    async def _body(self, receive: Receive) -> dict[str, Any]:
-        content = await whole_body(receive, self._front.settings.max_body_bytes, "; send less at once")
+    async def _body(self, request: Request) -> dict[str, Any]:
+        content = await whole_body(request.receive, self._front.settings.max_body_bytes, "; send less at once")
         if content is None:
-            raise ApiError(400, "the client went away before the end of the body")
+            raise ClientDisconnect
+        if not content.strip():
+            return {}
+        check_json_type(request.headers.get("content-type", ""))
+        return await self._front.in_thread(_parsed, content)
+
+    @asynccontextmanager
+    async def _uploading(self, scope: Scope, receive: Receive) -> AsyncIterator[Request]:
+        """Counts a request whose body is read in pieces.
+
+        Raises:
+            ApiError: 429, there are too many.
+        """
+        if self._num_uploads >= MAX_UPLOADS:
+            told = f"{MAX_UPLOADS} uploads are in progress; ask again later"
+            raise ApiError(429, told, type="rate_limit_error", code="uploads_full", headers={"Retry-After": "1"})
+        settings = self._front.settings
+        most = max(settings.max_documents_bytes, settings.max_body_bytes)
+        self._num_uploads += 1
         try:
-            body = json.loads(content) if content.strip() else {}
-        except (ValueError, RecursionError):
-            raise ApiError(400, "the body is not JSON", code="invalid_json") from None
-        if not isinstance(body, dict):
-            raise ApiError(400, f"the body is {body!r:.80}; send an object")
-        return body
-
-    async def _warmed(self, name: str, body: _WarmBody, scope: Scope) -> Response:
-        """Prefills documents separately, a few concurrently. A failed one does not stop others."""
-        if body.stream:
-            raise ApiError(400, "inside vLLM warming sends no events; leave stream out", param="stream")
-        store = self._front.documents
-        if name:
-            chosen: tuple[Document | str, ...] = (name,)
-        else:
-            chosen = await self._front.in_thread(body.chosen, lambda: [each.id for each in store.documents(TENANT)])
-        if len(chosen) > MAX_WARM:
-            raise ApiError(400, f"{len(chosen)} documents at once; at most {MAX_WARM} can be warmed: send fewer")
-        begun, running = time.monotonic(), asyncio.Semaphore(AT_ONCE)
-
-        async def one(index: int, document: Document | str) -> WarmedDocument:
-            async with running:
-                try:
-                    return await self._warm_one(index, document, body, scope)
-                except ApiError as error:
-                    return WarmedDocument(index, _id_of(document), error=error)
-
-        warmed = await asyncio.gather(*(one(index, document) for index, document in enumerate(chosen)))
-        return _json(WarmSummary.of(warmed, time.monotonic() - begun))
-
-    async def _warm_one(self, index: int, document: Document | str, body: _WarmBody, scope: Scope) -> WarmedDocument:
-        """Computes one document by a request of one token."""
-        begun = time.monotonic()
-        ready = await self._front.in_thread(self._prompt_of, document, body, scope)
-        composition = ready.composition
-        request = {
-            "prompt": list(ready.token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "kv_transfer_params": composition.to_params(),
-            **body.model_dump(include={"model", "cache_salt"}, exclude_none=True),
-        }
-        reply = await ask(self._front.app, scope, "POST", "/v1/completions", request)
-        try:
-            answer = json.loads(bytes(reply.body))
-        except ValueError:
-            answer = {}
-        if reply.status_code != 200:
-            error = answer.get("error") if isinstance(answer, dict) else None
-            told = error.get("message") if isinstance(error, dict) else error
-            raise ApiError(reply.status_code, f"vLLM refuses it: {told!s:.1000}")
-        report = (answer.get("kv_transfer_params") or {}).get(FIELD) or {}
-        actions = [each.get("action") for each in report.get("documents", ())]
-        return WarmedDocument(
-            index,
-            _id_of(document),
-            num_tokens=sum(composition.chunks),
-            num_chunks=len(composition.chunks),
-            was_cached=bool(actions) and all(action in ("reused", "moved") for action in actions),
-            milliseconds=(time.monotonic() - begun) * 1e3,
-        )
-
-    def _prompt_of(self, document: Document | str, body: _WarmBody, scope: Scope) -> EncodedRequest:
-        """The prompt of a request with this document alone."""
-        store, renderer = self._front.documents, self._front.renderer(scope)
-        try:
-            if isinstance(document, str):
-                document = store.get(TENANT, document).content
-            prompt = renderer.warming([document], body).without_texts()
-            how = self._front.settings.how.updated({"chunk_context": body.chunk_context})
-            return composed(prompt, how, renderer.model.trained_positions)
-        except KVMosaicError as error:
-            raise api_error(error) from error
+            yield Request(scope, UploadBody(receive, most, "KVMOSAIC_MAX_DOCUMENTS_BYTES", PAUSE_SECONDS))
+        finally:
+            self._num_uploads -= 1
 
 
-def _id_of(document: Document | str) -> str | None:
-    return document if isinstance(document, str) else document.id
-
-
-def new_document(body: dict[str, Any]) -> NewDocument:
-    """Reads the body of a document.
+def _parsed(content: bytes) -> dict[str, Any]:
+    """Reads a body of JSON; in a thread, since a long one takes a second.
 
     Raises:
-        InvalidDocument: a field that is not supported inside vLLM. ApiError: anything else that is wrong.
+        ApiError: it is not an object, or harmful.
     """
-    if body.get("pinned") or body.get("priority") is not None:
-        name = "pinned" if body.get("pinned") else "priority"
-        raise InvalidDocument(
-            f"{name} is {body[name]!r:.80}; vLLM's cache alone decides what stays in it: leave {name} out"
-        )
-    return read_body(NewDocument, body)
+    check_json(content)
+    try:
+        body = from_json(content, allow_inf_nan=False)
+    except ValueError:
+        raise ApiError(400, "the body is not JSON", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is {body!r:.80}; send an object")
+    return body
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the reply of a long request, which is cancelled when its client disconnects.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(until_gone())
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def _listed(store: DocumentStore, request: Request) -> Response:
+    ids = request.query_params.getlist("id")
+    given = {**request.query_params, "id": ids or None}
+    query = read_body(_ListQuery, given, "query")
+    if query.include_chunks:
+        told = "inside vLLM the cached chunks of documents are not listed; leave include_chunks out"
+        raise ApiError(400, told, param="include_chunks")
+    page = store.page(
+        TENANT, limit=query.limit, after=query.after, order=query.order, search=query.search, ids=query.id
+    )
+    return json_reply(DocumentList.of(page, [DocumentObject.of(document) for document in page.documents]))
+
+
+def _read(store: DocumentStore, request: Request, name: str) -> Response:
+    query = read_body(_ReadQuery, dict(request.query_params), "query")
+    document = store.get(TENANT, name, query.version)
+    details: dict[str, Any] = {"text": document.content.text}
+    if query.include_versions:
+        details["versions"] = [DocumentVersion.of(each) for each in store.versions(TENANT, name)]
+    return _described(document, **details)
 
 
 def _described(document: StoredDocument, status: int = 200, **details: Any) -> Response:
-    return _json(DocumentObject.of(document, **details), status, {"etag": f'"{document.version}"'})
-
-
-def _json(reply: Reply, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse(reply.model_dump(exclude_unset=True), status, headers=headers)
-
-
-def _check_method(method: str, *allowed: str) -> None:
-    if method not in allowed:
-        raise ApiError(405, f"this address takes {', '.join(allowed)} only", code="method_not_allowed")
+    return json_reply(DocumentObject.of(document, **details), status, {"etag": f'"{document.version}"'})

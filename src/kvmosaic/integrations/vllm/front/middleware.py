@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.error_forms import error_reply
 from kvmosaic.api.errors import ApiError
+from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import (
@@ -23,7 +25,6 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     may_have_documents,
     rewritten,
 )
-from kvmosaic.integrations.vllm.front.documents import ROUTE as DOCUMENTS
 from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.refused_routes import REFUSING, check_no_documents
@@ -31,6 +32,10 @@ from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF
 
+CPU_SECONDS = 30.0
+"""Maximum processor time for reading one request."""
+P = ParamSpec("P")
+T = TypeVar("T")
 _SEND_LESS = " (KVMOSAIC_MAX_BODY_BYTES); send less at once, or store documents with PUT /v1/documents/{id}"
 
 
@@ -57,13 +62,14 @@ class ComposedDocuments:
         self._routes = DocumentRoutes(self)
         self._renderer: Renderer | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-front")
+        self._file_threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-file")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, or passes it on."""
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == DOCUMENTS or path.startswith((f"{DOCUMENTS}/", f"{DOCUMENTS}:")):
+        if self._routes.answers(path, scope):
             return await self._routes(path, scope, receive, send)
         if scope["method"] != "POST" or (path not in ROUTES and path not in REFUSING):
             return await self.app(scope, receive, send)
@@ -76,7 +82,7 @@ class ComposedDocuments:
             ApiError: the body is invalid.
         """
         renderer = partial(self.renderer, scope)
-        return await self.in_thread(rewritten, content, route, renderer, self.settings.how)  # type: ignore[no-any-return]
+        return await self.in_thread(rewritten, content, route, renderer, self.settings.how)
 
     def renderer(self, scope: Scope) -> Renderer:
         """The prompt renderer of the served model; created on first use, since vLLM loads the model later.
@@ -89,9 +95,23 @@ class ComposedDocuments:
             self._renderer = Renderer(model, self.settings, self.documents)
         return self._renderer
 
-    async def in_thread(self, work: Any, *arguments: Any) -> Any:
-        """Runs work in a thread, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs work in a thread, off the event loop, for `CPU_SECONDS` at most.
+
+        Raises:
+            TooMuchWork: it took longer.
+            Whatever `work` raises.
+        """
+
+        def limited() -> T:
+            with cpu_limit(CPU_SECONDS):
+                return work(*args, **kwargs)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, limited)
+
+    async def in_file_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs work that may wait for minutes in one of the threads for files."""
+        return await asyncio.get_running_loop().run_in_executor(self._file_threads, partial(work, *args, **kwargs))
 
 
 class _Elsewhere(Exception):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents.database import NO_FOLDER
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELDS, How
@@ -16,8 +17,8 @@ from kvmosaic.prompt.separator import read_separator
 
 PREFIX = "KVMOSAIC_"
 """The same prefix and names as for our own server."""
-TENANT = ""
-"""vLLM's API keys do not tell clients apart."""
+TENANT = DEFAULT_TENANT
+"""That of our own server without keys: vLLM's keys do not tell clients apart."""
 TEXTS: dict[str, Callable[[str], Any]] = {
     "chunk_separator": str,
     "preamble": str,
@@ -28,6 +29,8 @@ TEXTS: dict[str, Callable[[str], Any]] = {
     "documents_url": str,
 }
 NUMBERS = {
+    "max_chunk_tokens": (1, 10**7),
+    "max_section_tokens": (16, 10**7),
     "max_body_bytes": (1, 2**30),
     "max_documents": (1, 10**6),
     "max_documents_bytes": (1, 2**40),
@@ -60,8 +63,8 @@ class FrontSettings(PromptOptions):
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         preamble_rule(self.preamble)
         document_finder(read_find_documents(self.find_documents), self.document_pattern)
-        if self.long_chunks not in ("error", "split"):
-            raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error' or 'split'")
+        if self.long_chunks not in ("error", "split", "sections"):
+            raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error', 'split' or 'sections'")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> FrontSettings:

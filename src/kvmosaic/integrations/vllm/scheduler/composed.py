@@ -16,6 +16,7 @@ from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, Prom
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 from kvmosaic.layout import Layout
+from kvmosaic.prompt import Segment
 
 
 @dataclass(slots=True)
@@ -134,7 +135,7 @@ class ComposedHasher:
             *(composition.repair, composition.system),
         )
         starts = accumulate((span.num_tokens for span in layout.spans), initial=0)
-        self._marks = [(start, _MARKS[span.segment.kind]) for span, start in zip(layout.spans, starts, strict=False)]
+        self._marks = [(start, _mark_of(span.segment)) for span, start in zip(layout.spans, starts, strict=False)]
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
@@ -150,3 +151,7 @@ class ComposedHasher:
             before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
             hashes.append(before)
         return hashes
+
+
+def _mark_of(segment: Segment) -> tuple[str, ...]:
+    return ("part",) if segment.document_offset else _MARKS[segment.kind]

@@ -1,0 +1,224 @@
+"""Uploads of many documents: lines of JSON or files are read, checked and stored, with a result for each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
+
+from kvmosaic.api.document_writer import DocumentWriter
+from kvmosaic.api.documents import DocumentContent, NewDocument
+from kvmosaic.api.errors import ApiError, read_body
+from kvmosaic.api.json_limits import check_json
+from kvmosaic.api.uploading import LineBuffer, UploadedDocument, UploadSummary
+from kvmosaic.documents import DocumentDraft, StoredDocument
+from kvmosaic.documents.stored import MAX_METADATA_VALUE
+from kvmosaic.errors import InvalidDocument, KVMosaicError
+from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
+
+if TYPE_CHECKING:
+    from starlette.datastructures import UploadFile
+    from starlette.requests import Request
+
+MAX_LINES = 100_000
+"""Maximum number of lines of one upload."""
+MAX_FILES = 1_000
+BATCH_BYTES = 2**20
+"""Bytes of lines that are read, checked and stored together."""
+JSON_LINES = ("application/jsonl", "application/x-ndjson", "application/json-lines", "application/x-jsonlines")
+FORM = "multipart/form-data"
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """One line or file that was read: a document to store, or why it is refused."""
+
+    line: int | None
+    file: str | None
+    id: str | None = None
+    draft: DocumentDraft | None = None
+    error: ApiError | None = None
+
+    def refused(self, error: ApiError) -> UploadedDocument:
+        """Describes it as refused."""
+        return UploadedDocument(
+            line=self.line, file=self.file, id=self.id, status="refused", version=None, error=error.body["error"]
+        )
+
+    def stored(self, document: StoredDocument) -> UploadedDocument:
+        """Describes it as stored."""
+        status = "replaced" if document.updated_at > document.created_at else "stored"
+        return UploadedDocument.model_validate(
+            {
+                "line": self.line,
+                "file": self.file,
+                "id": document.id,
+                "status": status,
+                "version": document.version,
+                "error": None,
+            }
+        )
+
+
+async def upload(request: Request, writer: DocumentWriter) -> bytes:
+    """Stores the documents of a request without computing them; returns the summary as JSON.
+
+    One that is refused does not stop the others. What was stored before the client disconnects stays.
+
+    Raises:
+        ApiError: 400, a body of another type, or without a file; 413, too many lines.
+        ClientDisconnect: the client disconnected before the end of the body.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    run = Upload(writer)
+    if kind in JSON_LINES:
+        await run.add_lines(request.stream())
+    elif kind == FORM:
+        async with request.form(max_files=MAX_FILES, max_fields=0) as form:
+            files = [value for _, value in form.multi_items() if not isinstance(value, str)]
+            await run.add_files(files, request.is_disconnected)
+    else:
+        told = f"the header says {kind[:100]!r}" if kind else "the header says nothing"
+        raise ApiError(
+            400,
+            f"the body must be lines of JSON (Content-Type: {JSON_LINES[0]}) or files ({FORM}); {told}",
+            code="invalid_content_type",
+        )
+    return (await writer.in_thread(run.summary.model_dump_json)).encode()
+
+
+class Upload:
+    """One upload: reads its documents, stores them in batches, and collects what became of each."""
+
+    def __init__(self, writer: DocumentWriter) -> None:
+        self.summary = UploadSummary()
+        self._writer = writer
+
+    async def add_lines(self, pieces: AsyncIterator[bytes]) -> None:
+        """Stores the lines of a body as they come."""
+        async for lines in self._batches(pieces):
+            await self.add(await self._writer.in_thread(self._read_lines, lines))
+
+    async def add_files(self, files: Sequence[UploadFile], is_gone: Callable[[], Awaitable[bool]]) -> None:
+        """Stores the text of each file under its name, until the client is gone.
+
+        Raises:
+            ApiError: 400, no file.
+        """
+        if not files:
+            raise ApiError(400, "the form has no file; send at least one, as in curl -F file=@notes.md", param="file")
+        for file in files:
+            if await is_gone():
+                return
+            await self.add([await self._read_file(file)])
+
+    async def add(self, uploads: Sequence[Uploaded]) -> None:
+        """Stores documents that were read, and updates the cache."""
+        writer = self._writer
+        named = [(each.id, each.draft) for each in uploads if each.draft is not None]
+        results = iter(await writer.in_thread(writer.store.put_many, writer.tenant, named) if named else ())
+        changed = list[tuple[StoredDocument, DocumentDraft]]()
+        for each in uploads:
+            result = each.error if each.draft is None else next(results)
+            if isinstance(result, StoredDocument):
+                self.summary.add(each.stored(result))
+                if each.draft is not None:
+                    changed.append((result, each.draft))
+            else:
+                assert result is not None
+                self.summary.add(each.refused(writer.error_of(result)))
+        await asyncio.shield(writer.update_cache(changed))
+
+    async def _batches(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[list[tuple[int, bytes | None]]]:
+        """Yields the lines of a body, so many at once as are read and stored together.
+
+        Raises:
+            ApiError: 413, too many lines.
+        """
+        buffer = LineBuffer(self._writer.max_body_bytes)
+        async for piece in pieces:
+            buffer.feed(piece)
+            if buffer.num_lines > MAX_LINES:
+                raise ApiError(
+                    413,
+                    f"the body has more than {MAX_LINES} lines; send it in parts. What was read before is stored",
+                    code="body_too_large",
+                    headers={"Connection": "close"},
+                )
+            if buffer.num_bytes >= BATCH_BYTES:
+                yield buffer.take()
+        buffer.finish()
+        yield buffer.take()
+
+    def _read_lines(self, lines: Sequence[tuple[int, bytes | None]]) -> list[Uploaded]:
+        return [self._read_line(number, line) for number, line in lines]
+
+    def _read_line(self, number: int, line: bytes | None) -> Uploaded:
+        """Reads one line; in a thread."""
+        document_id, writer = None, self._writer
+        try:
+            if line is None:
+                limit = f"{writer.max_body_bytes} bytes ({writer.body_setting})"
+                raise ApiError(413, f"the line is longer than {limit}; split the document")
+            check_json(line)
+            body = read_body(NewDocument, _json(line), "line")
+            document_id = body.id
+            return Uploaded(number, None, document_id, writer.accepted(body, body.id))
+        except (ApiError, KVMosaicError) as error:
+            return Uploaded(number, None, document_id, error=writer.error_of(error))
+
+    async def _read_file(self, file: UploadFile) -> Uploaded:
+        try:
+            name, text = await file_text(self._writer, file)
+            draft = await file_draft(self._writer, name, text)
+        except (ApiError, KVMosaicError) as error:
+            return Uploaded(None, file.filename, error=self._writer.error_of(error))
+        return Uploaded(None, name, name[-MAX_ID_CHARACTERS:], draft)
+
+
+async def file_text(writer: DocumentWriter, file: UploadFile) -> tuple[str, str]:
+    """Returns the name and the text of an uploaded file.
+
+    Raises:
+        ApiError: 413, it is too large.
+        InvalidDocument: it has no name, or cannot be read.
+        MissingExtra: it needs a library that is not installed.
+    """
+    name, most = (file.filename or "").strip(), writer.max_body_bytes
+    if not 0 < len(name) <= MAX_METADATA_VALUE:
+        raise InvalidDocument(
+            f"the file's name has {len(name)} characters; send one of 1 to {MAX_METADATA_VALUE}, its end says how the "
+            "file is read"
+        )
+    if (file.size or 0) > most:
+        limit = f"{most} ({writer.body_setting})"
+        raise ApiError(413, f"{name!r:.300} has {file.size} bytes; a file may have {limit}, split it")
+    return name, await writer.extract(await file.read(), name)
+
+
+async def file_draft(writer: DocumentWriter, name: str, text: str, **fields: Any) -> DocumentDraft:
+    """Returns the draft of a file's text, with the name as title.
+
+    Args:
+        writer: where it will be stored.
+        name: of the file.
+        text: of the file.
+        fields: of `DocumentContent`, in place of the usual ones.
+
+    Raises:
+        ApiError: a text or name that cannot be stored.
+        InvalidPrompt, ChunkCacheFull: the text is too long.
+    """
+    values = {"text": text, "title": PurePosixPath(name).name, "metadata": {"filename": name}, **fields}
+    return await writer.in_thread(lambda: writer.accepted(read_body(DocumentContent, values, "file"), name))
+
+
+def _json(line: bytes) -> Any:
+    try:
+        return from_json(line, allow_inf_nan=False)
+    except ValueError:
+        raise ApiError(400, "the line is not JSON", code="invalid_json") from None
