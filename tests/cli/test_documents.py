@@ -17,6 +17,7 @@ from support.server import RunningServer, wait_until
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
+from kvmosaic.documents import DocumentDraft
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +80,10 @@ def test_files_are_added_listed_shown_and_deleted(server: RunningServer, handboo
     removed = kvmosaic(server, "rm", "ferry.md", "report.pdf")
     assert (removed.exit_code, removed.stdout) == (0, "2 deleted\n")
     assert kvmosaic(server, "ls").stdout == "no documents\n"
+    server.call(server.services.documents.create, "default", DocumentDraft("The mill grinds oats."), "mill")
+    some = kvmosaic(server, "rm", "ferry.md", "mill")
+    assert (some.exit_code, some.stdout, stored(server)) == (1, "1 deleted\n", [])
+    assert "there is no document 'ferry.md'" in some.stderr
     missing = kvmosaic(server, "show", "ferry.md")
     assert missing.exit_code == 2 and "there is no document 'ferry.md'" in missing.stderr
 
@@ -103,7 +108,9 @@ def test_one_file_may_get_an_id(server: RunningServer, handbook: Path) -> None:
 def test_unreadable_file_is_refused_and_stops_no_other(server: RunningServer, handbook: Path) -> None:
     added = kvmosaic(server, "add", str(handbook / "photo.png"), "nowhere.md", str(handbook / "ferry.md"))
     assert added.exit_code == 1 and added.stdout == "1 stored, 2 refused\n"
-    assert "not UTF-8" in added.stderr and "cannot be read" in added.stderr
+    assert "not UTF-8" in added.stderr and "refused: nowhere.md: it cannot be read" in added.stderr
+    folder = kvmosaic(server, "add", str(handbook))
+    assert folder.exit_code == 1 and f"upload it with kvmosaic documents sync {handbook}" in folder.stderr
 
 
 def test_sync_makes_documents_equal_to_a_folder(server: RunningServer, handbook: Path) -> None:
