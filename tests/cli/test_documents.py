@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -174,6 +176,24 @@ def test_watched_folder_is_followed_until_ctrl_c(server: RunningServer, handbook
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and told.splitlines()[0] == "4 stored"
+
+
+def test_terminal_shows_a_progress_bar_and_a_pipe_does_not(server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"id": f"no/{n}", "text": f"Ferry {n}."}) + "\n" for n in range(2_000)))
+    command = [sys.executable, "-m", "kvmosaic", "documents", "add", str(path), "--server", server.url]
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stderr=terminal, stdout=subprocess.PIPE, env=environment) as process:
+        os.close(terminal)
+        drawn = b""
+        with contextlib.suppress(OSError):  # the end of the terminal
+            while part := os.read(controller, 65_536):
+                drawn += part
+        os.close(controller)
+    assert process.returncode == 0 and "2000" in drawn.decode() and "━" in drawn.decode()
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert piped.stderr == "" and piped.stdout == "0 stored, 2,000 replaced\n"
 
 
 def test_server_that_is_away_is_one_line(handbook: Path) -> None:
