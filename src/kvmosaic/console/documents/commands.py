@@ -128,7 +128,7 @@ def sync(
     server: Server = LOCAL,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Make documents equal to a folder: new files are added, changed ones replaced. Run again, it goes on where it ended.
+    """Make documents equal to a folder: new files are added, changed ones replaced. Run it again after an interruption.
 
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """
