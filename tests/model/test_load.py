@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from support.loaded import dense_layout, dense_logits, random_prompt
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model import LoadedModel, load_model
 
@@ -135,6 +137,13 @@ def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(tmp_path: Path)
             assert ended.returncode == 2, ended.stderr
             assert "'nobody/no-such-model' is neither a folder here nor a model" in ended.stderr
             assert 1 <= len(asked) <= 2
+        cached = tmp_path / "hub" / "models--nobody--cached"
+        shutil.copytree(bundled_reader(), cached / "snapshots" / ("0" * 40))
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("0" * 40)
+        arguments = [sys.executable, "-m", "kvmosaic", "check", "nobody/cached"]
+        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == 0 and "nobody/cached" in ended.stdout, ended.stderr
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

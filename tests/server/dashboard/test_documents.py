@@ -350,7 +350,9 @@ def test_all_documents_are_warmed_in_batches_until_they_are_stopped(full: Runnin
     assert not screen.all("#warming")[0].is_displayed()
     assert screen.run("return document.activeElement.id") == "warm-all"
     assert 16 < cached(full) < 5_000
-    assert screen.run("return document.querySelectorAll('.tier[data-tier=device]').length") > 0
+    screen.until(
+        lambda: screen.run("return document.querySelectorAll('.tier[data-tier=device]').length") > 0, "the list"
+    )
 
 
 @pytest.fixture
