@@ -68,9 +68,10 @@ def test_every_miss_has_its_reason(server: RunningServer, screen: Screen) -> Non
     newest, questions = "#records > li:first-child", iter(("What?", "Why?", "How?"))
 
     def said() -> str:
-        asked = len(screen.all("#records > li"))
+        number = "return document.querySelector(arguments[0])?.dataset.key"
+        before = screen.run(number, newest)
         screen.ask(next(questions))
-        screen.until(lambda: len(screen.all("#records > li")) > asked, "the prompt in the list")
+        screen.until(lambda: screen.run(number, newest) != before, "the prompt in the list")
         return screen.text(newest)
 
     assert "documents computed: 5 not seen before" in said()

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
+from support.files import pdf_file
 from support.screen import Screen
 from support.server import RunningServer
 
@@ -233,15 +234,21 @@ def test_a_document_can_be_written_in_the_form(server: RunningServer, screen: Sc
     assert screen.text("#answer") == "boathouse"
 
 
-def test_text_files_can_be_added(server: RunningServer, screen: Screen, tmp_path: Path) -> None:
-    good, bad = tmp_path / "Silver Heron.txt", tmp_path / "noise.txt"
+def test_files_can_be_added(server: RunningServer, screen: Screen, tmp_path: Path) -> None:
+    good, bad, report = tmp_path / "Silver Heron.txt", tmp_path / "noise.txt", tmp_path / "report.pdf"
     good.write_text("The Silver Heron was built in 1874.")
     bad.write_bytes(b"\xff\xfe\x00")
+    report.write_bytes(pdf_file("The harbour is deep."))
     screen.open(server.url)
     screen.run("document.getElementById('adding').open = true")
-    screen.browser.find_element("id", "files").send_keys(f"{good}\n{bad}")
-    screen.until(lambda: screen.text("#documents .title") == "Silver Heron", "the document of the file")
-    assert "“noise.txt” is not UTF-8 text" in screen.text("#notices")
+    screen.browser.find_element("id", "files").send_keys(f"{good}\n{bad}\n{report}")
+    screen.until(lambda: screen.titles() == ["report.pdf", "Silver Heron.txt"], "the documents of the files")
+    assert "2 files are stored." in screen.text("#notices")
+    assert "'noise.txt' is not UTF-8 text" in screen.text("#notices")
+    assert "deep" in server.call(server.services.documents.get, "default", "report.pdf").content.text
+    good.write_text("The Silver Heron was built in 1875.")
+    screen.browser.find_element("id", "files").send_keys(str(good))
+    screen.until(lambda: "and 1 replaced" in screen.text("#notices"), "the new text")
 
 
 def test_chosen_documents_keep_their_order_and_can_be_left_out(server: RunningServer, screen: Screen) -> None:
