@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from support.loaded import chatting_llama
-from support.server import ServeCommand
+from support.server import RunningServer, ServeCommand
+from typer.testing import CliRunner
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic.cli import app
+from kvmosaic.documents import DocumentDraft
 from kvmosaic.errors import InvalidConfig
 
 SMALL = EngineConfig(request_cache_size="4MiB")
@@ -37,3 +44,25 @@ def test_the_server_says_what_the_cache_holds() -> None:
     with ServeCommand() as command:
         command.until_ready()
         assert command.until(r"chunks +32 MiB = ([0-9,]+) tokens, auto positions")
+
+
+def test_the_server_says_how_many_stored_documents_fit(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with RunningServer(documents_dir=folder) as server:
+        drafts = [(f"no/{n}", DocumentDraft(f"The ferry number {n} leaves at noon. " * 10)) for n in range(400)]
+        server.services.documents.put_many("default", drafts)
+    with ServeCommand("--chunk-cache-size", "3MiB", KVMOSAIC_DOCUMENTS_DIR=folder) as command:
+        command.until_ready()
+        fitting = re.search(r"chunks +3 MiB = 512 tokens, about ([0-9]+) of 400 stored documents", command.log)
+    assert fitting and 2 <= int(fitting[1]) < 20, command.log
+
+
+def test_check_plan_and_server_agree_on_the_type_and_the_bytes_of_a_token() -> None:
+    planned = json.loads(CliRunner().invoke(app, ["plan", "reader", "--documents", "10", "--json"]).stdout)["model"]
+    checked = CliRunner().invoke(app, ["check", "reader"]).stdout
+    with RunningServer(dtype="auto") as server:
+        model = server.services.llm.model
+        served = (str(model.dtype).removeprefix("torch."), model.bytes_per_token())
+    assert (planned["dtype"], planned["kv_bytes_per_token"]) == served
+    assert f" in {served[0]} on cpu" in checked
+    assert re.search(rf"one token takes +{served[1] / 2**10:g} KiB of cache", checked), checked

@@ -353,11 +353,19 @@ BAD_CALLS = {
 }
 
 
-def test_documents_without_places_are_told_who_takes_one(llm):
+def test_documents_without_places_are_told_the_ways_out(llm):
     with pytest.raises(
-        InvalidOffset, match=r"needs one of at least \d+ per chunk, which Segment and chunks\.create take"
+        InvalidOffset, match=r"one of at least \d+ per document: give it, or choose another position_str"
     ):
         llm.chat(MESSAGES, GREEDY, documents=["x"], position_strategy="absolute")
+
+
+def test_documents_found_in_a_message_are_told_the_ways_out(llm):
+    text = "The tower of Fenbury is forty metres high, and older than the town."
+    message = f"Use the context.\n<doc>{text}</doc>\nHow high is the tower?"
+    options = {"find_documents": "patterns", "position_strategy": "absolute"}
+    with pytest.raises(InvalidOffset, match=r"was found in a text \(pattern .*; set find_documents='none', or another"):
+        llm.chat([{"role": "user", "content": message}], GREEDY, **options)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

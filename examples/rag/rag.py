@@ -1,8 +1,8 @@
 """A whole RAG application: passages of a folder in a vector store, and answers from the passages that fit a question.
 
-    pip install 'kvmosaic[server,files]' lancedb
-    kvmosaic serve
-    python examples/rag/rag.py FOLDER "Where does the ferry go?"
+    pip install -c constraints.txt '.[server,files]' lancedb    # in a checkout
+    kvmosaic serve                                              # in another terminal
+    python examples/rag/rag.py examples/documents "Who is the mayor of Fenbury?"
 
 The embedding model (all-MiniLM-L6-v2, Apache-2.0) and the vector store (LanceDB) run in this process. The server stores
 each passage once, under its id; a question sends ids only, and passages that were read before are not computed again.

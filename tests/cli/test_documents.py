@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from support.server import RunningServer, wait_until
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
+from kvmosaic.documents import DocumentDraft
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,10 @@ def test_files_are_added_listed_shown_and_deleted(server: RunningServer, handboo
     removed = kvmosaic(server, "rm", "ferry.md", "report.pdf")
     assert (removed.exit_code, removed.stdout) == (0, "2 deleted\n")
     assert kvmosaic(server, "ls").stdout == "no documents\n"
+    server.call(server.services.documents.create, "default", DocumentDraft("The mill grinds oats."), "mill")
+    some = kvmosaic(server, "rm", "ferry.md", "mill")
+    assert (some.exit_code, some.stdout, stored(server)) == (1, "1 deleted\n", [])
+    assert "there is no document 'ferry.md'" in some.stderr
     missing = kvmosaic(server, "show", "ferry.md")
     assert missing.exit_code == 2 and "there is no document 'ferry.md'" in missing.stderr
 
@@ -103,7 +110,9 @@ def test_one_file_may_get_an_id(server: RunningServer, handbook: Path) -> None:
 def test_unreadable_file_is_refused_and_stops_no_other(server: RunningServer, handbook: Path) -> None:
     added = kvmosaic(server, "add", str(handbook / "photo.png"), "nowhere.md", str(handbook / "ferry.md"))
     assert added.exit_code == 1 and added.stdout == "1 stored, 2 refused\n"
-    assert "not UTF-8" in added.stderr and "cannot be read" in added.stderr
+    assert "not UTF-8" in added.stderr and "refused: nowhere.md: it cannot be read" in added.stderr
+    folder = kvmosaic(server, "add", str(handbook))
+    assert folder.exit_code == 1 and f"upload it with kvmosaic documents sync {handbook}" in folder.stderr
 
 
 def test_sync_makes_documents_equal_to_a_folder(server: RunningServer, handbook: Path) -> None:
@@ -167,6 +176,24 @@ def test_watched_folder_is_followed_until_ctrl_c(server: RunningServer, handbook
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and told.splitlines()[0] == "4 stored"
+
+
+def test_terminal_shows_a_progress_bar_and_a_pipe_does_not(server: RunningServer, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"id": f"no/{n}", "text": f"Ferry {n}."}) + "\n" for n in range(2_000)))
+    command = [sys.executable, "-m", "kvmosaic", "documents", "add", str(path), "--server", server.url]
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stderr=terminal, stdout=subprocess.PIPE, env=environment) as process:
+        os.close(terminal)
+        drawn = b""
+        with contextlib.suppress(OSError):  # the end of the terminal
+            while part := os.read(controller, 65_536):
+                drawn += part
+        os.close(controller)
+    assert process.returncode == 0 and "2000" in drawn.decode() and "━" in drawn.decode()
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert piped.stderr == "" and piped.stdout == "0 stored, 2,000 replaced\n"
 
 
 def test_server_that_is_away_is_one_line(handbook: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvmosaic.server.read import read_settings
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -63,7 +64,16 @@ def test_variables_of_the_server_are_settings_it_has() -> None:
     named = set(SERVICES["kvmosaic"]["environment"])
     named |= set(re.findall(rf"\b({ENV_PREFIX}\w+)=", (DEPLOY / "Dockerfile").read_text()))
     assert named >= {"KVMOSAIC_HOST", "KVMOSAIC_PORT", "KVMOSAIC_API_KEY"}
+    named -= {"HF_TOKEN"}  # of the hub
     assert {name.removeprefix(ENV_PREFIX).lower() for name in named} <= set(ServerSettings.model_fields)
+
+
+def test_settings_file_is_mounted_where_the_server_reads_it_and_it_can() -> None:
+    target = dict(mounts())["./settings"]
+    assert SERVICES["kvmosaic"]["environment"]["KVMOSAIC_CONFIG"] == f"{target}/server.yaml"
+    settings = read_settings({"config": str(DEPLOY / "settings" / "server.yaml")})
+    assert any(url.startswith("disk:/data/") for url in settings.tier_urls)
+    assert f"# keys_file: {target}/keys.yaml" in (DEPLOY / "settings" / "server.yaml").read_text()
 
 
 def test_the_server_has_time_to_drain_before_it_is_killed() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 from kvmosaic.tiers import parse_tier_url
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOLDER = DEPLOY / "kubernetes"
+KUSTOMIZE = DEPLOY / "kubernetes"
+FOLDER = KUSTOMIZE / "base"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kvmosaic.yaml").read_text()))
 MANIFESTS = {"kvmosaic": OBJECTS, "vllm": list(yaml.safe_load_all((DEPLOY / "vllm" / "kubernetes.yaml").read_text()))}
 KUBERNETES = "1.34"
+OVERLAYS = ("base", "gpu", "replicas")
 
 
 def kind(name: str) -> list[dict[str, Any]]:
@@ -77,6 +81,10 @@ def test_what_is_mounted_is_there_and_the_user_is_that_of_the_image() -> None:
     volumes |= {each["metadata"]["name"] for each in spec["volumeClaimTemplates"]}
     mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
     assert set(mounts) == volumes
+    assert container()["securityContext"]["readOnlyRootFilesystem"]
+    places = {mount["mountPath"] for mount in container()["volumeMounts"]}
+    (home,) = re.findall(r"^WORKDIR (/home.*)$", DOCKERFILE, re.MULTILINE)
+    assert {"/tmp", home} <= places, "where files are written besides the volumes"
     (declared,) = re.findall(r"^VOLUME (.*)$", DOCKERFILE, re.MULTILINE)
     assert set(json.loads(declared)) == {mounts["data"], mounts["models"]}
     security = pod["securityContext"]
@@ -84,20 +92,21 @@ def test_what_is_mounted_is_there_and_the_user_is_that_of_the_image() -> None:
     assert security["fsGroup"] == security["runAsGroup"], "the volume belongs to the user of the server"
 
 
-def test_settings_are_those_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_those_of_the_server() -> None:
     settings = read_settings({"config": str(FOLDER / "server.yaml")})
     (generator,) = kustomization()["configMapGenerator"]
     assert generator["files"] == ["server.yaml"]
-    (volume,) = stateful()["template"]["spec"]["volumes"]
+    volume = next(each for each in stateful()["template"]["spec"]["volumes"] if each["name"] == "settings")
     assert volume["configMap"]["name"] == generator["name"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
     variables = {each["name"]: each.get("value") for each in container()["env"]}
     assert variables["KVMOSAIC_CONFIG"] == f"{mounts['settings']}/server.yaml"
     own = {name.removeprefix(ENV_PREFIX).lower() for name in variables if name.startswith(ENV_PREFIX)}
     assert own <= set(ServerSettings.model_fields)
-    folders = [variables["KVMOSAIC_DOCUMENTS_DIR"]]
-    folders += [url.removeprefix("disk:").split("?")[0] for url in settings.tier_urls if url.startswith("disk:")]
-    assert len(folders) == 2 and all(folder.startswith(f"{mounts['data']}/") for folder in folders)
+    assert f"XDG_DATA_HOME={mounts['data']} " in DOCKERFILE, "stored documents"
+    assert "documents_dir:" not in (FOLDER / "server.yaml").read_text()
+    folders = [url.removeprefix("disk:").split("?")[0] for url in settings.tier_urls if url.startswith("disk:")]
+    assert folders and all(folder.startswith(f"{mounts['data']}/") for folder in folders)
     for url in settings.tier_urls:
         parse_tier_url(url)
 
@@ -107,24 +116,50 @@ def test_the_server_has_time_to_drain_before_it_is_killed() -> None:
     assert grace >= ServerSettings.model_fields["drain_seconds"].default + 20
 
 
-def test_kustomizations_name_files_and_objects_that_there_are() -> None:
-    base, gpu = kustomization(), kustomization(FOLDER / "gpu")
-    for folder, each in ((FOLDER, base), (FOLDER / "gpu", gpu)):
-        assert (each["kind"], each["apiVersion"]) == ("Kustomization", "kustomize.config.k8s.io/v1beta1")
-        assert all((folder / resource).exists() for resource in each["resources"])
-    assert [image["name"] for image in base["images"]] == [container()["image"]]
-    (patch,) = gpu["patches"]
-    (found,) = [each for each in OBJECTS if each["kind"] == patch["target"]["kind"]]
-    assert found["metadata"]["name"] == patch["target"]["name"]
-    for step in yaml.safe_load(patch["patch"]):
-        value: Any = found
-        *way, last = step["path"].strip("/").split("/")
-        for part in way:
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        assert step["op"] == "add" and last.replace("~1", "/") not in value
-        value[last.replace("~1", "/")] = step["value"]
-    kubernetes_validate.validate(found, KUBERNETES, strict=True)
-    del value["nvidia.com/gpu"]
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_an_overlay_is_not_inside_of_what_it_is_made_from(name: str) -> None:
+    """kubectl refuses that as a cycle."""
+    for resource in kustomization(KUSTOMIZE / name)["resources"]:
+        base = (KUSTOMIZE / name / resource).resolve()
+        assert base.exists()
+        assert base not in (KUSTOMIZE / name).resolve().parents
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kubectl_builds_objects_that_kubernetes_knows(name: str) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(KUSTOMIZE / name)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    objects = list(yaml.safe_load_all(built.stdout))
+    for each in objects:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    kinds = {each["kind"]: each for each in objects}
+    (only,) = kinds["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    variables = [each["name"] for each in only["env"]]
+    assert len(variables) == len(set(variables))
+    assert (
+        ("KVMOSAIC_DOCUMENTS_URL" in variables)
+        == (name == "replicas")
+        == (kinds["StatefulSet"]["spec"]["replicas"] > 1)
+    )
+    assert ("nvidia.com/gpu" in only["resources"]["limits"]) == (name == "gpu")
+    settings = yaml.safe_load(kinds["ConfigMap"]["data"]["server.yaml"])
+    assert set(settings) <= set(ServerSettings.model_fields)
+    if name == "replicas":
+        assert any(url.startswith("redis:") for url in settings["chunk_tier"]), "a tier that replicas share"
+
+
+def test_image_is_named_once() -> None:
+    assert [image["name"] for image in kustomization()["images"]] == [container()["image"]]
+
+
+def test_keys_and_settings_that_are_reloaded_are_mounted_where_the_settings_look() -> None:
+    mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
+    assert f"# keys_file: {mounts['keys']}/keys.yaml" in (FOLDER / "server.yaml").read_text()
+    assert f"keys_file: {mounts['keys']}/keys.yaml" in (DEPLOY.parent / "docs" / "server" / "deploy.md").read_text()
 
 
 def test_recipe_of_the_published_image_builds_what_there_is() -> None:
@@ -138,7 +173,7 @@ def test_recipe_of_the_published_image_builds_what_there_is() -> None:
 
 
 def test_no_host_and_no_secret_is_written_down() -> None:
-    for path in FOLDER.rglob("*.yaml"):
+    for path in KUSTOMIZE.rglob("*.yaml"):
         assert not re.search(r"https?://", path.read_text()), path.name
     for each in container()["env"]:
         assert ("valueFrom" in each) == (each["name"].endswith(("_KEY", "_SECRET", "_TOKEN"))), each["name"]

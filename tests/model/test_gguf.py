@@ -114,6 +114,11 @@ def test_the_line_about_memory_names_file_type_and_sizes(
     assert numbers == model.num_parameters
 
 
+def test_a_log_has_no_progress_bar(tiny_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded(tiny(tmp_path / "m.gguf", tiny_folder))
+    assert "quantizing" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "has_bfloat16", "expected"),
     [

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +19,7 @@ from support.loaded import dense_layout, dense_logits, random_prompt
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model import LoadedModel, load_model
 
@@ -102,6 +110,40 @@ def test_weights_that_can_run_code_are_not_read(tmp_path: Path) -> None:
 def test_an_unreachable_hub_name_says_what_to_do() -> None:
     with pytest.raises(ModelNotFound, match="give the folder"):
         load_model("nobody/no-such-model", local_files_only=True)
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    """It is asked for half a minute otherwise, for each file; a name that is mistyped is to be refused at once."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        asked: list[int] = []
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):  # the end of the test
+                while True:
+                    asked.append(hub.accept()[0].close() or 1)
+
+        threading.Thread(target=refuse, daemon=True).start()
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+        }
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            environment.pop(name, None)
+        for command in ("check", "plan"):
+            asked.clear()
+            arguments = [sys.executable, "-m", "kvmosaic", command, "nobody/no-such-model"]
+            ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            assert ended.returncode == 2, ended.stderr
+            assert "'nobody/no-such-model' is neither a folder here nor a model" in ended.stderr
+            assert 1 <= len(asked) <= 2
+        cached = tmp_path / "hub" / "models--nobody--cached"
+        shutil.copytree(bundled_reader(), cached / "snapshots" / ("0" * 40))
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("0" * 40)
+        arguments = [sys.executable, "-m", "kvmosaic", "check", "nobody/cached"]
+        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.returncode == 0 and "nobody/cached" in ended.stdout, ended.stderr
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 from support.server import RunningServer
 
 from kvmosaic.api.unknown_fields import MAX_UNKNOWN
@@ -29,6 +30,12 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tolerant() -> Iterator[RunningServer]:
     with RunningServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningServer]:
+    with RunningServer(strict=True) as server:
         yield server
 
 
@@ -150,3 +157,32 @@ def test_strict_server_and_the_document_store_refuse_unknown_fields(tolerant: Ru
         for path in ROUTES:
             reply = ask(strict, path, mirostat=1)
             assert reply.status_code == 400 and "mirostat" in reply.text
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_document_of_the_api_allows_what_is_ignored_and_nothing_else(
+    tolerant: RunningServer, strict: RunningServer, path: str
+) -> None:
+    part = {"id": "ferry", "text": "The ferry goes to Oak Island.", "score": 0.5}
+    unknown = {**ROUTES[path], "mirostat_tau": 5, "documents": [part]}
+    assert is_declared(tolerant, path, unknown)
+    assert ask(tolerant, path, **unknown).status_code == 200
+    assert not is_declared(tolerant, path, {**unknown, "documents": 5}), "known fields keep their types"
+    assert not is_declared(strict, path, {**ROUTES[path], "mirostat_tau": 5})
+    assert not is_declared(strict, path, {**ROUTES[path], "documents": [part]})
+    assert is_declared(strict, path, ROUTES[path])
+
+
+def test_routes_that_refuse_unknown_fields_say_so(tolerant: RunningServer) -> None:
+    warm, part = "/v1/documents:warm", {"id": "ferry", "text": "The ferry goes to Oak Island."}
+    assert is_declared(tolerant, warm, {"documents": [part]})
+    for unknown in ({"documents": [{**part, "score": 0.5}]}, {"documents": [part], "idz": []}):
+        assert not is_declared(tolerant, warm, unknown)
+        assert httpx.post(tolerant.url + warm, json=unknown, timeout=60).status_code == 400
+
+
+def is_declared(server: RunningServer, path: str, body: dict[str, Any]) -> bool:
+    """Whether a body fits its schema in the OpenAPI document."""
+    api = httpx.get(server.url + "/openapi.json", timeout=60).json()
+    schema = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return bool(Draft202012Validator({**schema, "components": api["components"]}).is_valid(body))

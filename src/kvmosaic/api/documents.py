@@ -6,14 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.fields import INTEGRAL, MAX_DOCUMENTS, Body, Name, Plain, Reply, Text
 from kvmosaic.documents import DocumentDraft, DocumentPage, DocumentStore, StoredDocument, StoredText
 from kvmosaic.documents.store import Named
-from kvmosaic.documents.stored import MAX_METADATA_KEY, MAX_METADATA_PAIRS, MAX_METADATA_VALUE, MAX_TTL_SECONDS
+from kvmosaic.documents.stored import (
+    MAX_METADATA_KEY,
+    MAX_METADATA_PAIRS,
+    MAX_METADATA_VALUE,
+    MAX_TTL_SECONDS,
+    DocumentValues,
+)
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document import MAX_POSITION
@@ -248,11 +254,36 @@ class DocumentContent(Body):
 
 
 class DocumentChange(Body):
-    """What may be changed of a stored document without sending it again."""
+    """What may be changed of a stored document without sending it again: at least one of these."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     priority: Annotated[
-        float | None, Field(ge=0, le=1, description="How much its chunks should stay in a full cache; null: 0.5.")
-    ]
+        float | None,
+        Field(ge=0, le=1, description="How much its chunks should stay in a full cache; null: 0.5. Default: as it is."),
+    ] = None
+    metadata: Annotated[
+        dict[MetadataKey, MetadataValue] | None,
+        Field(
+            max_length=MAX_METADATA_PAIRS, description="All its pairs from now on; null: none. Default: as they are."
+        ),
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_change(self) -> DocumentChange:
+        if not self.model_fields_set:
+            raise PydanticCustomError("change", "it changes nothing; send priority or metadata")
+        return self
+
+    @property
+    def values(self) -> DocumentValues:
+        """What the body has."""
+        values: DocumentValues = {}
+        if "priority" in self.model_fields_set:
+            values["priority"] = self.priority
+        if "metadata" in self.model_fields_set:
+            values["metadata"] = self.metadata or {}
+        return values
 
 
 class NewDocument(DocumentContent):

@@ -205,8 +205,10 @@ def _of_family(kind: str, settings: dict[str, Any]) -> Any:
 def _from_hub(name: str) -> Any:
     from transformers import AutoConfig
 
+    from kvmosaic.model.hub import hub_options
+
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(name))
     except OSError as error:
         raise ModelNotFound(
             f"{name!r} is neither a folder here nor a model that can be fetched from the hub; download its config.json "

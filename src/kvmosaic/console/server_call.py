@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 import typer
 
 from kvmosaic.console.text import one_line
-from kvmosaic.errors import InvalidConfig, ServerError
+from kvmosaic.errors import InvalidConfig, ServerError, UnknownDocument
 from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
 
 KEY_VARIABLE = "KVMOSAIC_API_KEY"
@@ -61,7 +61,9 @@ def fields_of_server(
     status, headers, reply = _call(url, place, method, path, timeout, sent, max_bytes)
     fields = _fields_of(reply)
     if status not in (200, 201):
-        raise ServerError(_refusal(url, method, path, status, headers, fields.get("error")))
+        error = fields.get("error")
+        kind = UnknownDocument if _is_unknown_document(status, error) else ServerError
+        raise kind(_refusal(url, method, path, status, headers, error))
     return fields
 
 
@@ -148,6 +150,10 @@ def _fields_of(reply: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
+def _is_unknown_document(status: int, error: object) -> bool:
+    return status == 404 and isinstance(error, dict) and error.get("code") == "document_not_found"
+
+
 def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
     """Returns one line about a reply that is an error, and the fix."""
     told = error.get("message") if isinstance(error, dict) else None
@@ -161,7 +167,7 @@ def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[
         return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if is_given else wanted}"
     if status == 403 and isinstance(error, dict) and error.get("code") == "admin_only":
         return f"the API key in {KEY_VARIABLE} is not that of an admin of {url}"
-    if status == 404 and isinstance(error, dict) and error.get("code") == "document_not_found":
+    if _is_unknown_document(status, error):
         return why
     if status in (404, 405, 501):
         return f"{url} has no {path.partition('?')[0]}: not a kvmosaic server, or an older one; look at --url"

@@ -32,6 +32,7 @@ from kvmosaic.documents.rows import (
 )
 from kvmosaic.documents.stored import (
     DocumentDraft,
+    DocumentValues,
     Match,
     StoredDocument,
     StoredText,
@@ -376,20 +377,20 @@ class DocumentStore:
                 changes.update(document_id, pinned=pinned, expires_at=expires_at)
             return self._document(tenant, self._head(connection, tenant, document_id))
 
-    def set_priority(
-        self, tenant: str, document_id: str, priority: float | None, match: Match | None = None
+    def change(
+        self, tenant: str, document_id: str, values: DocumentValues, match: Match | None = None
     ) -> StoredDocument:
-        """Sets the eviction priority of the chunks of a document, 0 to 1, higher stays longer; None: 0.5.
+        """Changes what belongs to a document beside its text; its version stays.
 
         Raises:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
-            InvalidDocument: a priority outside its range.
+            InvalidDocument: a priority outside its range, or metadata beyond its limits.
         """
-        DocumentDraft("any text", priority=priority)
+        DocumentDraft("any text", **values)
         with self._changes(tenant) as (changes, connection):
             self._head(connection, tenant, document_id, match)
-            changes.update(document_id, priority=priority)
+            changes.update(document_id, **values)
             return self._document(tenant, self._head(connection, tenant, document_id))
 
     def expire(self, tenant: str | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from kvmosaic.errors import InvalidDocument
 from kvmosaic.prompt import Document
@@ -43,6 +44,13 @@ class TextHead(StoredText):
 
     def __post_init__(self) -> None:
         """Checks nothing: the whole text was checked when it was stored."""
+
+
+class DocumentValues(TypedDict, total=False):
+    """What can be changed of a stored document beside its text."""
+
+    priority: float | None
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,9 +155,14 @@ def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
 def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:
     offset = segment.position_offset
     if offset is None:
+        if segment.origin:
+            raise InvalidOffset(
+                f"{segment.label} was found in a text ({segment.origin}), where it has no position_offset, and the "
+                f"strategy {strategy!r} needs one; set find_documents='none', or another position_strategy"
+            )
         raise InvalidOffset(
             f"{segment.label} has no position_offset; the strategy {strategy!r} needs one of at least {lowest} per "
-            "chunk, which Segment and chunks.create take"
+            "document: give it, or choose another position_strategy"
         )
     if offset < lowest:
         raise InvalidOffset(

@@ -22,6 +22,7 @@ from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.middleware.tracing import TracingMiddleware
 from kvmosaic.server.services import Services
+from kvmosaic.server.tolerance import open_tolerant_bodies
 
 DESCRIPTION = (
     "OpenAI's and Anthropic's routes over a language model that computes each document once and composes prompts from "
@@ -67,7 +68,7 @@ def build_app(services: Services) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=[
                 "Authorization",
                 "Content-Type",
@@ -108,6 +109,7 @@ def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:
             title=app.title, version=app.version, description=app.description, routes=app.routes, servers=app.servers
         )
         scheme = {"type": "http", "scheme": "bearer", "description": "A key that the server was started with."}
+        open_tolerant_bodies(document)
         document.setdefault("components", {})["securitySchemes"] = {KEY: scheme}
         for path, operations in document["paths"].items():
             is_open = path in OPEN_PATHS or not needs_key

@@ -18,6 +18,8 @@ PARSED = "kvmosaic.body"
 """Key in an ASGI scope of a long body, as `LongBody`."""
 WARNINGS = "kvmosaic.warnings"
 """Key in an ASGI scope of the warnings about a body, which its reply carries in a header, too."""
+TOLERANT = "x-ignores-unknown-fields"
+"""Mark of a tolerant route in the OpenAPI document."""
 Warnings = tuple[str, ...]
 
 
@@ -94,6 +96,9 @@ class ParsedRoute(APIRoute):
 
 class TolerantRoute(ParsedRoute):
     """A route that leaves unknown fields out and warns of them, since clients send fields of other servers."""
+
+    def __init__(self, *args: Any, openapi_extra: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(*args, openapi_extra={TOLERANT: True, **(openapi_extra or {})}, **options)
 
     def _accepted(self, error: RequestValidationError) -> tuple[Any, Warnings]:
         body, warnings = without_unknown_fields(error.errors(), error.body)

@@ -63,6 +63,24 @@ def test_recent_prompts_and_charts_follow_as_requests_end(server: RunningServer,
     assert "100 %" in drawn
 
 
+def test_every_miss_has_its_reason(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    newest, questions = "#records > li:first-child", iter(("What?", "Why?", "How?"))
+
+    def said() -> str:
+        number = "return document.querySelector(arguments[0])?.dataset.key"
+        before = screen.run(number, newest)
+        screen.ask(next(questions))
+        screen.until(lambda: screen.run(number, newest) != before, "the prompt in the list")
+        return screen.text(newest)
+
+    assert "documents computed: 5 not seen before" in said()
+    server.call(server.services.documents.put, "default", "fenbury", DocumentDraft("The town is old.", "Fenbury"))
+    assert "documents computed: 1 text changed" in said()
+    screen.fill("#system", "Answer in one word.")
+    assert "documents computed: 5 " in said() and "system text" in screen.text(newest)
+
+
 def test_the_answer_is_as_long_as_it_may_be(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     length = screen.find("#answer-tokens")

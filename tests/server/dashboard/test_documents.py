@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
+from support.files import pdf_file
 from support.screen import Screen
 from support.server import RunningServer
 
@@ -122,6 +123,63 @@ def test_an_edit_does_not_overwrite_what_was_stored_meanwhile(server: RunningSer
     assert server.call(store.get, "default", "fenbury").content.text == theirs
 
 
+def pair(screen: Screen, name: str, value: str) -> None:
+    screen.click("#metadata-add")
+    screen.browser.switch_to.active_element.send_keys(name)
+    screen.press(Keys.TAB)
+    screen.browser.switch_to.active_element.send_keys(value)
+
+
+def test_metadata_is_edited_without_a_new_version(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    store = server.services.documents
+    text = server.call(store.get, "default", "fenbury").content.text
+    first = server.call(store.put, "default", "fenbury", DocumentDraft(text, "Fenbury", {"filename": "f.txt"}))[
+        0
+    ].version
+    screen.click(f"{ROW} .open")
+    screen.click("#document-metadata summary")
+    assert screen.text("#metadata-sum") == "(1 pair)"
+    pair(screen, "language", "en")
+    pair(screen, "filename", "<b>.txt")
+    assert screen.axe() == []
+    screen.click("#document-save")
+    screen.until(lambda: screen.text("#document-problem-words") == "Two pairs have the name “filename”.", "the refusal")
+    screen.click("#metadata-pairs > li:nth-child(1) button")
+    assert screen.run("return document.activeElement.getAttribute('aria-label')") == "Name of pair 1"
+    screen.click("#document-save")
+    screen.until(lambda: "The metadata of “Fenbury” is stored." in screen.text("#notices"), "the end")
+    stored = server.call(store.get, "default", "fenbury")
+    assert (stored.version, dict(stored.metadata)) == (first, {"language": "en", "filename": "<b>.txt"})
+
+    screen.click(f"{ROW} .open")
+    screen.until(lambda: screen.value("#document-text") == text, "the dialog")
+    screen.click("#metadata-pairs > li:nth-child(2) button")
+    screen.fill("#document-text", "The mayor of Fenbury is Ada Vint.")
+    screen.click("#document-save")
+    screen.until(lambda: f"stored as version {first + 1}" in screen.text("#notices"), "the new text")
+    stored = server.call(store.get, "default", "fenbury")
+    assert len(stored.metadata) == 1
+
+    screen.click(f"{ROW} .open")
+    screen.until(lambda: "Ada Vint" in screen.value("#document-text"), "the dialog")
+    pair(screen, "only", "a draft")
+    screen.press(Keys.ESCAPE)
+    assert "without saving" in screen.find("#confirm-words").text
+
+
+def test_page_says_how_much_of_an_edited_text_is_kept(server: RunningServer, screen: Screen) -> None:
+    text = " ".join(f"The ferry number {n} leaves at noon." for n in range(40))
+    server.call(server.services.documents.put, "default", "long", DocumentDraft(text, "Ferries"))
+    screen.open(server.url)
+    screen.click("#documents .warm")
+    screen.until(lambda: screen.text("#documents .tier") == "on device", "the warmed document")
+    screen.click("#documents .open")
+    screen.fill("#document-text", text + " The last ferry leaves at nine.")
+    screen.click("#document-save")
+    screen.until(lambda: "stored as version 2. The cache keeps " in screen.text("#notices"), "what was kept")
+
+
 def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     screen.click(f"{ROW} .open")
@@ -132,7 +190,7 @@ def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: S
     assert screen.value("#document-text") == "Only a draft."
     screen.click("#document-close")
     screen.click("#confirm-yes")
-    assert not screen.all("dialog[open]")
+    screen.until(lambda: not screen.all("dialog[open]"), "the end of both dialogs")
     screen.click(f"{ROW} .open")
     screen.find("#document-text")
     screen.press(Keys.ESCAPE)
@@ -176,15 +234,21 @@ def test_a_document_can_be_written_in_the_form(server: RunningServer, screen: Sc
     assert screen.text("#answer") == "boathouse"
 
 
-def test_text_files_can_be_added(server: RunningServer, screen: Screen, tmp_path: Path) -> None:
-    good, bad = tmp_path / "Silver Heron.txt", tmp_path / "noise.txt"
+def test_files_can_be_added(server: RunningServer, screen: Screen, tmp_path: Path) -> None:
+    good, bad, report = tmp_path / "Silver Heron.txt", tmp_path / "noise.txt", tmp_path / "report.pdf"
     good.write_text("The Silver Heron was built in 1874.")
     bad.write_bytes(b"\xff\xfe\x00")
+    report.write_bytes(pdf_file("The harbour is deep."))
     screen.open(server.url)
     screen.run("document.getElementById('adding').open = true")
-    screen.browser.find_element("id", "files").send_keys(f"{good}\n{bad}")
-    screen.until(lambda: screen.text("#documents .title") == "Silver Heron", "the document of the file")
-    assert "“noise.txt” is not UTF-8 text" in screen.text("#notices")
+    screen.browser.find_element("id", "files").send_keys(f"{good}\n{bad}\n{report}")
+    screen.until(lambda: screen.titles() == ["report.pdf", "Silver Heron.txt"], "the documents of the files")
+    assert "2 files are stored." in screen.text("#notices")
+    assert "'noise.txt' is not UTF-8 text" in screen.text("#notices")
+    assert "deep" in server.call(server.services.documents.get, "default", "report.pdf").content.text
+    good.write_text("The Silver Heron was built in 1875.")
+    screen.browser.find_element("id", "files").send_keys(str(good))
+    screen.until(lambda: "and 1 replaced" in screen.text("#notices"), "the new text")
 
 
 def test_chosen_documents_keep_their_order_and_can_be_left_out(server: RunningServer, screen: Screen) -> None:
@@ -279,6 +343,43 @@ def test_5000_documents_are_scrolled_and_searched_without_lag(full: RunningServe
         screen.until(lambda first=first: ids(screen)[0] != first, "the next page")
     paged = screen.main_thread_seconds() - before - typed - scrolled
     assert typed < 0.1 * len(keys) and scrolled < 0.1 * 20 and paged < 0.2 * 2, (typed, scrolled, paged)
+
+
+def test_all_documents_are_warmed_in_batches_until_they_are_stopped(full: RunningServer, screen: Screen) -> None:
+    screen.open(full.url)
+    screen.click("#warm-all")
+    screen.until(lambda: int(screen.text("#warm-words").split(" ")[0]) > 16, "the second batch")
+    assert screen.text("#warm-words").endswith(" of 5,000")
+    assert screen.run("return document.getElementById('warm-progress').max") == 5_000
+    assert screen.axe() == []
+    screen.click("#warm-stop")
+    screen.until(lambda: "Warming was stopped after " in screen.text("#notices"), "the end")
+    assert not screen.all("#warming")[0].is_displayed()
+    assert screen.run("return document.activeElement.id") == "warm-all"
+    assert 16 < cached(full) < 5_000
+    screen.until(
+        lambda: screen.run("return document.querySelectorAll('.tier[data-tier=device]').length") > 0, "the list"
+    )
+
+
+@pytest.fixture
+def small() -> Iterator[RunningServer]:
+    """A server whose cache has no room for its documents."""
+    with RunningServer(chunk_cache_size="1MiB") as running:
+        drafts = [(f"no/{n}", DocumentDraft(f"The ferry number {n} leaves at noon.")) for n in range(300)]
+        running.services.documents.put_many("default", drafts)
+        yield running
+
+
+def test_warming_all_ends_where_the_cache_is_full(small: RunningServer, screen: Screen) -> None:
+    screen.open(small.url)
+    screen.click("#warm-all")
+    screen.until(lambda: "The cache is full: warming stopped after " in screen.text("#notices"), "the end")
+    assert cached(small) < 100
+
+
+def cached(server: RunningServer) -> int:
+    return int(server.call(server.services.engine.call, lambda engine: len(engine.kv_cache.chunks())))
 
 
 def test_the_stream_of_a_viewer_does_not_grow_with_its_documents(full: RunningServer) -> None:

@@ -26,7 +26,7 @@ def test_python_of_the_page_runs_from_top_to_bottom(
     code = code.replace("http://localhost:8000", server.url).replace("Bearer none", f"Bearer {KEYS['alpha']}")
     (tmp_path / "blocks.py").write_text(code.replace("timeout=60", "timeout=60, trust_env=False"))
     runpy.run_path(str(tmp_path / "blocks.py"))["client"].close()
-    assert "Oak" in capsys.readouterr().out
+    assert "Otto Bramble" in capsys.readouterr().out
 
 
 def test_page_names_every_route_and_every_verb(server: DocumentServer) -> None:

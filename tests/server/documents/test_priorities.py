@@ -56,6 +56,22 @@ def test_a_change_may_be_meant_for_one_version(alpha: Client) -> None:
     assert alpha.patch("/v1/documents/y", json=change).status_code == 404
 
 
+def test_metadata_is_changed_without_sending_the_text(alpha: Client, server: DocumentServer) -> None:
+    alpha.store("x", priority=0.9, metadata={"filename": "x.md", "language": "en"})
+    alpha.ask({"id": "x"})
+    before = alpha.get("/v1/documents/x").json()
+    changed = alpha.patch("/v1/documents/x", json={"metadata": {"language": "日本語", "": "no"}})
+    assert changed.status_code == 400 and "metadata" in changed.json()["error"]["message"]
+    assert alpha.get("/v1/documents/x").json() == before
+    changed = alpha.patch("/v1/documents/x", json={"metadata": {"language": "日本語"}}, headers={"If-Match": '"1"'})
+    assert (changed.status_code, changed.headers["ETag"]) == (200, '"1"')
+    assert alpha.get("/v1/documents/x").json() == {**before, "metadata": {"language": "日本語"}}
+    assert priorities(server) == [0.9]
+    both = alpha.patch("/v1/documents/x", json={"metadata": None, "priority": 0.1}).json()
+    assert (both["metadata"], both["priority"]) == ({}, 0.1)
+    assert alpha.patch("/v1/documents/x", json={"metadata": {str(n): "" for n in range(17)}}).status_code == 400
+
+
 def test_nobody_changes_the_documents_of_others(alpha: Client, beta: Client) -> None:
     alpha.store("x", priority=0.6)
     assert beta.patch("/v1/documents/x", json={"priority": 0.1}).status_code == 404
@@ -79,4 +95,5 @@ def test_a_priority_outside_its_range_is_refused(alpha: Client, priority: object
     ]
     for reply in replies:
         assert reply.status_code == 400 and "priority" in reply.text
-    assert alpha.patch("/v1/documents/x", json={}).status_code == 400, "nothing to change"
+    nothing = alpha.patch("/v1/documents/x", json={})
+    assert nothing.status_code == 400 and "send priority or metadata" in nothing.json()["error"]["message"]

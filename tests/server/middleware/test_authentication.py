@@ -136,7 +136,7 @@ def test_pages_of_other_sites_cannot_change_anything(server: RunningServer) -> N
 
 def test_pages_of_other_sites_are_told_nothing_unless_allowed(server: RunningServer) -> None:
     origin = "https://example.org"
-    preflight = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    preflight = {"Origin": origin, "Access-Control-Request-Method": "PATCH"}
     assert "access-control-allow-origin" not in httpx.options(server.url + "/v1/models", headers=preflight).headers
     with RunningServer(allowed_origins=(origin,), api_key=(KEY,)) as allowing:
         reply = httpx.options(allowing.url + "/v1/models", headers=preflight)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import httpx
 import pytest
 from support.asking import DOCUMENTS, GREEDY, MESSAGES, QUESTION, chat, post, refused, streamed_chat
 from support.server import RunningServer
@@ -229,3 +230,16 @@ def test_a_document_that_is_too_long_is_told_by_its_place(text):
         marked = [{"role": "user", "content": f"system ## a ## {text} ## {QUESTION}"}]
         error = refused(http, "/v1/chat/completions", messages=marked, documents=["b"])
         assert error["param"] is None and "the document number 3 (it has no id)" in error["message"], error
+
+
+def test_documents_that_exceed_the_cache_are_answered_and_the_report_says_how() -> None:
+    documents = [f"The ferry number {n} leaves at noon and comes back at nine." for n in range(80)]
+    with RunningServer(chunk_cache_size="1MiB") as small, httpx.Client(base_url=small.url, timeout=60) as client:
+        reply = chat(client, documents=documents)
+        assert reply["usage"]["completion_tokens"] > 0
+        assert "chunk cache" in reply["kvmosaic"]["composition"]
+        assert chat(client, documents=documents[:2])["kvmosaic"]["composition"].startswith("composed")
+    options = {"chunk_cache_size": "1MiB", "oversized_prompts": "error"}
+    with RunningServer(**options) as small, httpx.Client(base_url=small.url, timeout=60) as client:
+        error = refused(client, "/v1/chat/completions", messages=MESSAGES, documents=documents)
+        assert (error["status"], error["code"]) == (400, "chunk_cache_full")

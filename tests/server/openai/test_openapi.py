@@ -49,7 +49,6 @@ def test_bodies_and_replies_are_what_is_declared(api, http, path):
     }
     for status in ("400", "default"):
         validator(api, reply_schema(api, path, status)).validate({"error": error})
-    assert not validator(api, body_schema(api, path)).is_valid({**BODIES[path], "nonsense": 1})
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model_name}"])

@@ -101,13 +101,19 @@ def show(
 
 @documents.command("rm")
 def remove(ids: Ids, server: Server = LOCAL, timeout: Timeout = 60.0) -> None:
-    """Delete documents, and what was computed from them."""
+    """Delete documents, and what was computed from them. Exit code 1 if some are not there."""
     from kvmosaic.console.documents.client import ServerDocuments
+    from kvmosaic.errors import UnknownDocument
 
-    client = ServerDocuments(server, timeout)
+    client, missing = ServerDocuments(server, timeout), 0
     for document_id in ids:
-        client.delete(document_id)
-    typer.echo(f"{len(ids):,} deleted")
+        try:
+            client.delete(document_id)
+        except UnknownDocument as error:
+            missing += 1
+            typer.echo(f"kvmosaic: {error}", err=True)
+    typer.echo(f"{len(ids) - missing:,} deleted")
+    raise typer.Exit(int(missing > 0))
 
 
 @documents.command()
@@ -122,7 +128,7 @@ def sync(
     server: Server = LOCAL,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Make documents equal to a folder: new files are added, changed ones replaced. Asked again, it goes on.
+    """Make documents equal to a folder: new files are added, changed ones replaced. Run it again after an interruption.
 
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """

@@ -53,13 +53,15 @@ def read_file(path: Path) -> bytes:
     Raises:
         InvalidDocument: it cannot be read, or is too large.
     """
+    if path.is_dir():
+        raise InvalidDocument(f"it is a folder; upload it with kvmosaic documents sync {path}")
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_FILE_BYTES:
-            raise InvalidDocument(f"{path} has {num_bytes:,} bytes; at most {MAX_FILE_BYTES:,} are read, split it")
+            raise InvalidDocument(f"it has {num_bytes:,} bytes; at most {MAX_FILE_BYTES:,} are read, split it")
         return path.read_bytes()
     except OSError as error:
-        raise InvalidDocument(f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
 
 
 def hash_of(content: bytes) -> str:

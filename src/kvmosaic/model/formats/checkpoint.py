@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
 from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, first_bytes, what_begins_with
+from kvmosaic.model.hub import hub_options
 
 logger = logging.getLogger("kvmosaic")
 
@@ -46,18 +47,21 @@ class Checkpoint(ModelFormat):
         from kvmosaic.model.unsupported import check_config
 
         source = _checked_source(request.source)
-        config = fetch(source, lambda: AutoConfig.from_pretrained(source, **request.options))
+        options = dict(request.options)
+        if not options.get("local_files_only"):
+            options |= hub_options(source, options.get("revision"))
+        config = fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
         check_config(config)
         method = prepare_quantized(source, config, request.quantization)
         chosen = chosen_dtype(request.dtype, stored_dtype(config), request.device)
         check_quantization(request.quantization, request.device, chosen)
-        module = build_module(source, source, config, chosen, {"use_safetensors": True, **request.options})
+        module = build_module(source, source, config, chosen, {"use_safetensors": True, **options})
         if method and not is_packed(module.config):
             make_plain(module)
         note = quantized_text(source, method, module) if method else ""
         if note:
             logger.info("%s", note)
-        return ReadModel(module, _tokenizer(source, request.options), note)
+        return ReadModel(module, _tokenizer(source, options), note)
 
     def read_config(self, source: str) -> Any:
         """From config.json."""
@@ -65,7 +69,8 @@ class Checkpoint(ModelFormat):
 
         from kvmosaic.model.transformers_loading import fetch
 
-        return fetch(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
+        options = hub_options(source)
+        return fetch(source, lambda: AutoConfig.from_pretrained(source, trust_remote_code=False, **options))
 
     def display_name(self, source: str) -> str:
         """The folder's name, or the hub name."""

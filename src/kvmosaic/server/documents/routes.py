@@ -154,10 +154,11 @@ def router(services: Services) -> APIRouter:
     async def change_document(
         document_id: IdInPath, body: DocumentChange, response: Response, tenant: Asker, if_match: IfMatch = None
     ) -> DocumentObject:
-        """Changes how much a document should stay in a full cache: its cached chunks now, and later ones."""
-        change = partial(store.set_priority, tenant.name, document_id, body.priority, _match(if_match))
+        """Changes the metadata of a document, or how much its chunks, now and later, should stay in a full cache."""
+        change = partial(store.change, tenant.name, document_id, body.values, _match(if_match))
         document = await services.in_thread(tenant.name, change)
-        await asyncio.shield(set_cached_priority(services, tenant.name, document))
+        if "priority" in body.model_fields_set:
+            await asyncio.shield(set_cached_priority(services, tenant.name, document))
         response.headers["ETag"] = _etag(document)
         return DocumentObject.of(document)
 

@@ -50,6 +50,7 @@ class GGUF(ModelFormat):
         logger.info("%s", note)
         with ExitStack() as stack:
             folder, named = stack.enter_context(weights.alone(file))
+            stack.enter_context(weights.bar_in_terminals_only())
             options = {**request.options, **named, "local_files_only": True, "trust_remote_code": False}
             config = weights.read_config(file, folder, options)
             check_config(config)

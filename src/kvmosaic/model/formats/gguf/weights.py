@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,6 +93,22 @@ def dequantizing() -> dict[str, Any]:
     except ImportError:  # transformers before 5.18 always gives plain weights
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+@contextmanager
+def bar_in_terminals_only() -> Iterator[None]:
+    """The progress bar of transformers' conversion in terminals only: its lines would fill a log."""
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    bar = getattr(conversion, "tqdm", None)
+    if bar is None:  # another version of transformers
+        yield
+        return
+    conversion.tqdm = partial(bar, disable=None)
+    try:
+        yield
+    finally:
+        conversion.tqdm = bar
 
 
 def stored_dtype(file: GgufFile) -> torch.dtype:
