@@ -52,6 +52,10 @@ class TenantChunks:
         """Tokens of a chunk with this root that would not be computed now: all, or the first blocks of another text."""
         return self._chunks.starts.num_cached(root, encode_tokens(token_ids))
 
+    def has_dependents(self, chunk: Chunk) -> bool:
+        """Whether unfinished chunks share its first blocks, which were not complete when they were allocated."""
+        return self._chunks.has_dependents(chunk)
+
     def pin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
         """Pins all present matching chunks, which are then not evicted; returns how many. See `pin_when_ready`.
 
