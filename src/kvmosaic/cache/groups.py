@@ -173,12 +173,8 @@ class Starts(Generic[TextT]):
                     best = SharedStart(text, num_blocks)
         return best
 
-    def num_cached(self, root: Key, tokens: bytes) -> int:
-        """Tokens of a chunk that would not be computed now: all of them, or those of blocks that it can share."""
-        texts = self._roots.get(root)
-        same = None if texts is None else texts.neighbours(tokens)[1]
-        if same is not None and same.tokens == tokens:
-            return len(tokens) // TOKEN_BYTES
+    def num_shared(self, root: Key, tokens: bytes) -> int:
+        """Tokens in the blocks that a new chunk can share; see `find`."""
         shared = self.find(root, tokens)
         return 0 if shared is None else shared.num_blocks * self._block_size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from kvmosaic.documents.stored import MAX_METADATA_VALUE
 from kvmosaic.errors import InvalidDocument, KVMosaicError
 from kvmosaic.extraction import extract_text
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
-from kvmosaic.server.documents.cached import apply_draft, drop_superseded
+from kvmosaic.server.documents.cached import KeptTokens, apply_draft, count_kept, drop_superseded
 from kvmosaic.server.documents.length_check import accepted
 from kvmosaic.server.documents.routes import ROUTE
 from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
@@ -72,8 +73,8 @@ class Uploaded:
             line=self.line, file=self.file, id=self.id, status="refused", version=None, error=error.body["error"]
         )
 
-    def stored(self, document: StoredDocument) -> UploadedDocument:
-        """Describes it as stored."""
+    def stored(self, document: StoredDocument, kept: KeptTokens | None) -> UploadedDocument:
+        """Describes it as stored, and what is kept of the text before it."""
         status = "replaced" if document.updated_at > document.created_at else "stored"
         return UploadedDocument.model_validate(
             {
@@ -83,6 +84,7 @@ class Uploaded:
                 "status": status,
                 "version": document.version,
                 "error": None,
+                **({} if kept is None else kept.described),
             }
         )
 
@@ -111,7 +113,8 @@ def router(services: Services) -> APIRouter:
                 f"the body must be lines of JSON (Content-Type: {JSON_LINES[0]}) or files ({FORM}); {told}",
                 code="invalid_content_type",
             )
-        content = await services.in_thread(tenant.name, upload.summary.model_dump_json)
+        write = partial(upload.summary.model_dump_json, exclude_unset=True)
+        content = await services.in_thread(tenant.name, write)
         return Response(content, media_type="application/json")
 
     return routes
@@ -121,7 +124,7 @@ class Upload:
     """One upload: reads its documents, stores them in batches, and collects what became of each."""
 
     def __init__(self, services: Services, tenant: Tenant, request_id: str) -> None:
-        self.summary = UploadSummary()
+        self.summary = UploadSummary.empty()
         self._services = services
         self._tenant = tenant
         self._request_id = request_id
@@ -150,17 +153,21 @@ class Upload:
         tenant, store = self._tenant.name, self._services.documents
         named = [(each.id, each.draft) for each in uploads if each.draft is not None]
         results = iter(await self._services.in_thread(tenant, store.put_many, tenant, named) if named else ())
-        changed = list[tuple[StoredDocument, DocumentDraft]]()
-        for each in uploads:
-            result = each.error if each.draft is None else next(results)
+        ended = [(each, each.error if each.draft is None else next(results)) for each in uploads]
+        changed = [
+            (result, each.draft)
+            for each, result in ended
+            if isinstance(result, StoredDocument) and each.draft is not None
+        ]
+        await asyncio.shield(self._update_cache(changed))
+        replaced = {document.id: (document, draft) for document, draft in changed if document.version > 1}
+        kept = await count_kept(self._services, tenant, [*replaced.values()]) if replaced else {}
+        for each, result in ended:
             if isinstance(result, StoredDocument):
-                self.summary.add(each.stored(result))
-                if each.draft is not None:
-                    changed.append((result, each.draft))
+                self.summary.add(each.stored(result, kept.get(result.id)))
             else:
                 assert result is not None
                 self.summary.add(each.refused(as_api_error(result, self._request_id)))
-        await asyncio.shield(self._update_cache(changed))
 
     async def _update_cache(self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]) -> None:
         for document, draft in changed:
