@@ -245,7 +245,7 @@ def _look(
 
 
 def _labels_before(store: DocumentStore, tenant: str, documents: Iterable[StoredDocument]) -> dict[str, str]:
-    """Returns the labels of the texts that documents had before, by id; without those that are the same, or gone."""
+    """Returns the labels of the texts that documents had before, by id; none where it is the same, or gone."""
     labels: dict[str, str] = {}
     for document in documents:
         with suppress(UnknownDocument):
