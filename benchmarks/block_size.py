@@ -87,7 +87,7 @@ class World:
         allocation = self.kv_cache.allocate(self.kv_cache.plan(layout))
         self.kv_cache.begin_step()
         for span in allocation.spans:
-            if span.chunk is None or span.is_owner:
+            if span.can_advance:
                 self.kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
         self.kv_cache.end_step()
         return allocation

@@ -198,7 +198,7 @@ def allocated(kv_cache: KVCache, layout: Layout) -> None:
     allocation = kv_cache.allocate(kv_cache.plan(layout))
     kv_cache.begin_step()
     for span in allocation.spans:
-        if span.chunk is None or span.is_owner:
+        if span.can_advance:
             kv_cache.advance(allocation, span.index, span.num_tokens - span.num_computed)
     kv_cache.release(allocation)
 

@@ -93,9 +93,9 @@ class Walk:
         for reader in list(self.readers):
             ready = True
             for span in reader.allocation.spans:
-                is_mine = span.chunk is None or span.is_owner
                 left = span.num_tokens - span.num_computed
-                if ready and is_mine and left and self.random.random() < 0.8:
+                self.seen["waited for a start"] += span.is_owner and not span.can_advance
+                if ready and span.can_advance and left and self.random.random() < 0.8:
                     count = self.random.choice([left, left, self.random.randint(1, left)])
                     writes.append((reader, span.index, span.num_computed, count))
                     self.kv_cache.advance(reader.allocation, span.index, count)
@@ -223,7 +223,7 @@ def test_random_walk_keeps_every_invariant_and_reads_back_what_was_written(steps
     if steps == 10_000:
         expected = {"start", "run_step", "fail_step", "answer", "fork", "stop", "pin", "delete", "reset"}
         expected |= {"reuse", "compute", "wait", "copied", "copied when allocated", "replanned"}
-        expected |= {"extend refused", "evicted", "kept"}
+        expected |= {"extend refused", "evicted", "kept", "waited for a start"}
         expected |= {"OutOfBlocks", "ChunkCacheFull", "ChunkInUse", "UnknownChunk"}
         assert expected <= {name for name, count in walk.seen.items() if count}, "the walk has met every situation"
     for reader in walk.readers:

@@ -202,3 +202,100 @@ def test_a_miss_costs_the_same_among_many_chunks_that_begin_alike():
         return time.process_time() - began
 
     assert seconds(4_000) < 5 * seconds(100)
+
+
+def test_two_new_texts_of_one_prompt_share_what_the_first_computes():
+    kv_cache = make_kv_cache()
+    plan = kv_cache.plan(prompt(OLD, NEW))
+    assert [span.num_reused for span in plan.spans[1:3]] == [0, 12]
+    allocation = kv_cache.allocate(plan)
+    old, new = allocation.spans[1:3]
+    assert kv_cache.chunk_pool.num_used == 5 + 3
+    assert old.can_advance and not new.can_advance
+    kv_cache.begin_step()
+    kv_cache.advance(allocation, 1, 11)
+    assert not new.can_advance
+    kv_cache.advance(allocation, 1, 1)
+    assert new.can_advance, "what both have in common is computed by this step"
+    kv_cache.end_step()
+    compute_all(kv_cache, allocation)
+    kv_cache.check_invariants()
+    kv_cache.release(allocation)
+    assert kv_cache.statistics().computed_tokens == 20 + 11
+
+
+def test_a_request_waits_for_the_start_that_another_computes():
+    kv_cache = make_kv_cache()
+    first, second = (kv_cache.allocate(kv_cache.plan(prompt(document))) for document in (OLD, NEW))
+    assert kv_cache.chunk_pool.num_used == 5 + 3
+    with pytest.raises(AssertionError, match="computed before"):
+        kv_cache.advance(second, 1, 1)
+    compute_all(kv_cache, first)
+    compute_all(kv_cache, second)
+    assert second.spans[1].is_ready and not second.is_stale
+
+
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_a_chunk_is_abandoned_with_the_unfinished_one_that_computes_its_start(is_failed):
+    kv_cache = make_kv_cache()
+    third = [*NEW[:20], 8, 8, 8]
+    readers = [kv_cache.allocate(kv_cache.plan(prompt(document))) for document in (OLD, NEW, third)]
+    kv_cache.begin_step()
+    kv_cache.advance(readers[0], 1, 20 if is_failed else 19)
+    if is_failed:
+        kv_cache.rollback_step(readers[0])
+    kv_cache.end_step()
+    kv_cache.release(readers[0])
+    assert [reader.is_stale for reader in readers[1:]] == [True, True]
+    kv_cache.check_invariants()
+    for reader in readers[1:]:
+        kv_cache.release(reader)
+    kv_cache.check_invariants()
+    assert not kv_cache.chunk_pool.num_used and not kv_cache.chunks()
+
+
+def test_a_chunk_stays_when_the_one_that_computed_its_start_is_complete_and_deleted():
+    kv_cache = make_kv_cache()
+    first, second = (kv_cache.allocate(kv_cache.plan(prompt(document))) for document in (OLD, NEW))
+    compute_all(kv_cache, first)
+    kv_cache.delete("20", None, when_idle=True)
+    kv_cache.release(first)
+    kv_cache.check_invariants()
+    compute_all(kv_cache, second)
+    assert not second.is_stale and kv_cache.chunk_pool.num_used == 6
+
+
+@pytest.mark.parametrize("order", [(OLD, NEW), (NEW, OLD), (OLD, NEW, OLD), (OLD[:14], NEW, OLD)])
+@pytest.mark.parametrize("cached", [(), (OLD,), (NEW,), ([*OLD, 1],)])
+def test_blocks_that_a_prompt_shares_with_itself_count_once(order, cached):
+    kv_cache = make_kv_cache()
+    reader = kv_cache.allocate(kv_cache.plan(prompt(*order)))
+    least = kv_cache.chunk_pool.num_used
+    kv_cache.release(reader)
+    for num_blocks, fits in ((least, True), (least - 1, False)):
+        kv_cache = make_kv_cache(chunk_blocks=num_blocks)
+        for document in cached:
+            warmed(kv_cache, prompt(document))
+        needed = kv_cache.num_too_large(prompt(*order))
+        assert needed == (None if fits else least)
+        if fits:
+            kv_cache.allocate(kv_cache.plan(prompt(*order)))
+            kv_cache.check_invariants()
+
+
+def test_a_start_that_only_another_prompt_needs_is_given_up_for_one_inside():
+    kv_cache = make_kv_cache(chunk_blocks=8)
+    warmed(kv_cache, prompt([*NEW[:20], 8]))
+    assert kv_cache.num_too_large(prompt(OLD, NEW)) is None
+    kv_cache.allocate(kv_cache.plan(prompt(OLD, NEW)))
+    kv_cache.check_invariants()
+    assert kv_cache.chunk_pool.num_used == 8 and len(kv_cache.chunks()) == 2
+
+
+def test_blocks_shared_with_a_pinned_text_need_no_room():
+    kv_cache = make_kv_cache(chunk_blocks=8)
+    warmed(kv_cache, prompt(OLD))
+    kv_cache.pin("20", None)
+    assert kv_cache.num_too_large(prompt(NEW)) is None
+    kv_cache.allocate(kv_cache.plan(prompt(NEW)))
+    kv_cache.check_invariants()

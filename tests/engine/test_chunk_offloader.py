@@ -30,6 +30,7 @@ def with_tiers(
     staged: int = MEBIBYTE,
     pending: int = MEBIBYTE,
     clock: HandClock | None = None,
+    codec: str = "none",
 ) -> ChunkOffloader:
     """Puts tiers behind an engine, whose patience ends when this clock says so: without one, never."""
     clock = clock or HandClock()
@@ -38,7 +39,7 @@ def with_tiers(
         engine.kv_cache,
         storage,
         TieredStore(tiers, max_pending_bytes=pending, loading="always", clock=clock),
-        ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig()),
+        ChunkEntries(engine.runner.model.fingerprint, storage, TierConfig(chunk_codec=codec)),
         max_staged_bytes=staged,
         clock=clock,
     )

@@ -9,6 +9,7 @@ from support.engines import GREEDY, answer, build_engine, fragment, token_ids
 from support.families import build
 from support.tiers import TroubledTier
 
+from kvmosaic.cache import Chunk
 from kvmosaic.engine import Engine
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -117,3 +118,78 @@ def test_a_preempted_request_keeps_what_is_shared(model) -> None:
     engine.check_invariants()
     assert token_ids(request) == expected(model, AFTER)[0]
     assert len(engine.kv_cache.chunks()) == 2 and engine.kv_cache.chunk_pool.num_used == 10 + 11 - 7
+
+
+@pytest.mark.parametrize("max_batched_tokens", [8, 256])
+@pytest.mark.parametrize("documents", [(BEFORE, AFTER), (AFTER, BEFORE), (BEFORE[:30], AFTER, BEFORE, BEFORE[:17])])
+def test_new_texts_of_one_prompt_compute_their_common_beginning_once(model, documents, max_batched_tokens) -> None:
+    truth = build_engine(model, block_size=64)
+    right, others = answer(truth, prompt_of(*documents))
+    engine = build_engine(model, max_batched_tokens=max_batched_tokens)
+    request, logits = answer(engine, prompt_of(*documents))
+    assert token_ids(request) == token_ids(right)
+    torch.testing.assert_close(logits[-1], others[-1], atol=1e-10, rtol=0)
+    lines = [line for line in request.reuse.segments if line.kind == "chunk"]
+    assert sum(line.reused_tokens for line in lines) >= 28
+    assert any("computed once, with a document that begins alike" in line.note for line in lines)
+    computed = engine.kv_cache.statistics().computed_tokens
+    assert computed == sum(line.num_tokens - line.reused_tokens for line in lines)
+
+
+@pytest.mark.parametrize("end", ["", "abort", "fail", "delete"])
+def test_requests_at_once_compute_a_common_beginning_once_whatever_becomes_of_the_first(model, end) -> None:
+    engine = build_engine(model, max_batched_tokens=16)
+    first = engine.add_request(prompt_of(BEFORE), GREEDY)
+    engine.step()
+    second = engine.add_request(prompt_of(AFTER), GREEDY, priority=1)
+    engine.step()
+    assert len(engine.scheduler.running) == 2 and engine.kv_cache.chunk_pool.num_used == 10 + 11 - 7
+    if end == "abort":
+        engine.abort(first.request_id)
+    elif end == "delete":
+        engine.kv_cache.delete(engine.kv_cache.chunks()[0].key, when_idle=True)
+    elif end == "fail":
+        run, engine.runner.run = engine.runner.run, None
+        with pytest.raises(TypeError):
+            engine.step()
+        engine.runner.run = run
+        second = engine.add_request(prompt_of(AFTER), GREEDY)
+    while engine.has_unfinished_requests:
+        engine.step()
+        engine.check_invariants()
+    assert token_ids(second) == expected(model, AFTER)[0]
+    if not end:
+        assert engine.kv_cache.statistics().computed_tokens == 40 + 15
+    check(engine, model, BEFORE)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("stored", [(BEFORE,), (AFTER,), (BEFORE, AFTER)])
+@pytest.mark.parametrize("num_blocks", [128, 14])
+def test_texts_of_one_prompt_are_loaded_or_share_what_is_computed(codec, stored, num_blocks) -> None:
+    model = LoadedModel.from_module(build("llama", torch.float32))
+    disk, sizes = TroubledTier("disk"), {"blocks": (64, num_blocks)}
+    first = build_engine(model)
+    with_tiers(first, disk, codec=codec)
+    for document in stored:
+        answer(first, prompt_of(document))
+    flush(first)
+    first.close()
+    engine = build_engine(model, **sizes)
+    with_tiers(engine, disk, codec=codec)
+    request, _ = answer(engine, prompt_of(BEFORE, AFTER))
+    assert not request.note
+    lines = [line for line in request.reuse.segments if line.kind == "chunk"]
+    num_loaded = sum("loaded from disk" in line.note for line in lines)
+    assert num_loaded == len(stored) if num_blocks == 128 else num_loaded <= len(stored)
+    for chunk in engine.kv_cache.chunks():
+        truth = build_engine(model)
+        answer(truth, prompt_of(list(chunk.token_ids)))
+        for found, right in zip(content(engine, chunk), content(truth, truth.kv_cache.chunks()[0]), strict=True):
+            torch.testing.assert_close(found, right, atol=0.2 if chunk.codec else 1e-5, rtol=0)
+    engine.close()
+
+
+def content(engine: Engine, chunk: Chunk) -> list[torch.Tensor]:
+    pairs = engine.runner.storages["chunk_cache"].read_chunk(chunk.block_ids, chunk.num_tokens)
+    return [tensor for pair in pairs for tensor in pair]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from kvmosaic.prompt import Prompt, PromptEncoder, Segment
 from kvmosaic.prompt.sections import _local_minima, section_borders
 
 TOKENIZER = make_tokenizer(CHATML)
+WORDS = "The ferry leaves at noon and comes back at six. " * 3
 
 
 def sections_of(text: str, max_section_tokens: int = 40, **options: int) -> list[Segment]:
@@ -142,3 +144,23 @@ def test_borders_cost_linear_time(text):
     began = time.process_time()
     section_borders(text, starts, 1_000)
     assert time.process_time() - began < 3, "a fraction of a second"
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~~"])
+def test_comments_in_blocks_of_code_are_no_headings(fence):
+    code = f"{fence}sh\n# install\nmake\n# run\n{fence}\n"
+    text = "".join(f"## Part {number}\n{WORDS}\n{code}{WORDS}\n" for number in range(6))
+    starts = [found.start() for found in re.finditer(r"\S+\s*", text)]
+    borders = [text[starts[border] :] for border in section_borders(text, starts, 30)]
+    assert len(borders) == 5 and all(part.startswith("## Part") for part in borders)
+    opened = text.replace(f"{fence}\n", "")
+    starts = [found.start() for found in re.finditer(r"\S+\s*", opened)]
+    assert any(opened[starts[border] :].startswith("# run") for border in section_borders(opened, starts, 30))
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_blank_lines_divide_whatever_ends_a_line(line_break):
+    text = (line_break * 2).join(f"Paragraph {number}. {WORDS}" for number in range(60))
+    starts = [found.start() for found in re.finditer(r"\S+\s*", text)]
+    borders = section_borders(text, starts, 60)
+    assert len(borders) > 5 and all(text[starts[border] :].startswith("Paragraph") for border in borders)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from kvmosaic.api.documents import DocumentContent
@@ -41,8 +41,14 @@ class DocumentWriter(ABC):
         """
 
     @abstractmethod
-    async def update_cache(self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]) -> None:
-        """Updates the cache after documents were stored or deleted."""
+    async def update_cache(
+        self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Updates the cache after documents were stored or deleted.
+
+        Returns:
+            by id, `tokens` and `kept_tokens` of replaced texts, where this server knows them.
+        """
 
     @abstractmethod
     def error_of(self, error: Exception) -> ApiError:

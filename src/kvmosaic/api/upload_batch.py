@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ class Uploaded:
             line=self.line, file=self.file, id=self.id, status="refused", version=None, error=error.body["error"]
         )
 
-    def stored(self, document: StoredDocument) -> UploadedDocument:
-        """Describes it as stored."""
+    def stored(self, document: StoredDocument, kept: Mapping[str, int]) -> UploadedDocument:
+        """Describes it as stored, and what is kept of the text before it."""
         status = "replaced" if document.updated_at > document.created_at else "stored"
         return UploadedDocument.model_validate(
             {
@@ -60,6 +61,7 @@ class Uploaded:
                 "status": status,
                 "version": document.version,
                 "error": None,
+                **kept,
             }
         )
 
@@ -88,14 +90,15 @@ async def upload(request: Request, writer: DocumentWriter) -> bytes:
             f"the body must be lines of JSON (Content-Type: {JSON_LINES[0]}) or files ({FORM}); {told}",
             code="invalid_content_type",
         )
-    return (await writer.in_thread(run.summary.model_dump_json)).encode()
+    write = partial(run.summary.model_dump_json, exclude_unset=True)
+    return (await writer.in_thread(write)).encode()
 
 
 class Upload:
     """One upload: reads its documents, stores them in batches, and collects what became of each."""
 
     def __init__(self, writer: DocumentWriter) -> None:
-        self.summary = UploadSummary()
+        self.summary = UploadSummary.empty()
         self._writer = writer
 
     async def add_lines(self, pieces: AsyncIterator[bytes]) -> None:
@@ -121,17 +124,19 @@ class Upload:
         writer = self._writer
         named = [(each.id, each.draft) for each in uploads if each.draft is not None]
         results = iter(await writer.in_thread(writer.store.put_many, writer.tenant, named) if named else ())
-        changed = list[tuple[StoredDocument, DocumentDraft]]()
-        for each in uploads:
-            result = each.error if each.draft is None else next(results)
+        ended = [(each, each.error if each.draft is None else next(results)) for each in uploads]
+        changed = [
+            (result, each.draft)
+            for each, result in ended
+            if isinstance(result, StoredDocument) and each.draft is not None
+        ]
+        kept = await asyncio.shield(writer.update_cache(changed))
+        for each, result in ended:
             if isinstance(result, StoredDocument):
-                self.summary.add(each.stored(result))
-                if each.draft is not None:
-                    changed.append((result, each.draft))
+                self.summary.add(each.stored(result, kept.get(result.id, {})))
             else:
                 assert result is not None
                 self.summary.add(each.refused(writer.error_of(result)))
-        await asyncio.shield(writer.update_cache(changed))
 
     async def _batches(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[list[tuple[int, bytes | None]]]:
         """Yields the lines of a body, so many at once as are read and stored together.

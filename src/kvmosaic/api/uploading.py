@@ -72,6 +72,12 @@ class UploadedDocument(Reply):
     status: UploadStatus
     version: Annotated[int | None, Field(description="What is stored now; null: it was refused.")]
     error: Annotated[ErrorDetail | None, Field(description="Why it was refused.")]
+    tokens: Annotated[
+        int | None, Field(description="Of a replaced text, where the earlier one is cached: tokens of the new one.")
+    ] = None
+    kept_tokens: Annotated[
+        int | None, Field(description="Of these, the tokens before the edit, which the next read does not compute.")
+    ] = None
 
 
 class UploadSummary(Reply):
@@ -82,6 +88,11 @@ class UploadSummary(Reply):
     num_replaced: int = 0
     num_refused: int = 0
     data: list[UploadedDocument] = Field(default_factory=list)
+
+    @classmethod
+    def empty(cls) -> UploadSummary:
+        """The summary of no document, with every field set."""
+        return cls(object="documents.uploaded", num_stored=0, num_replaced=0, num_refused=0, data=[])
 
     def add(self, uploaded: UploadedDocument) -> None:
         """Adds and counts one."""

@@ -53,10 +53,7 @@ class CapacityCheck:
                 requests are of this tenant and its quota is the limit, independent of other tenants.
         """
         request_blocks = self._check_request(plan, found)
-        present, missing = held_chunks(found), dict[Key, int]()
-        for span, here in zip(plan.spans, found, strict=True):
-            if span.is_chunk and here.chunk is None:
-                missing[span.key] = self._chunks.pool.blocks_for(span.num_tokens) - here.num_shared
+        present, missing = held_chunks(found), self._missing_blocks(plan, found)
         chunk_blocks = sum(missing.values())
         if missing:
             account, held = self._chunks.account(plan.tenant), self._chunks.shared.count(present)
@@ -66,6 +63,14 @@ class CapacityCheck:
             self._check_now(present, held, len(missing), chunk_blocks)
         return BlockDemand(request_blocks, chunk_blocks, len(missing), plan.tenant)
 
+    def _missing_blocks(self, plan: Plan, found: Sequence[CacheHit]) -> dict[Key, int]:
+        """The new blocks of each missing chunk."""
+        missing: dict[Key, int] = {}
+        for span, here in zip(plan.spans, found, strict=True):
+            if span.is_chunk and here.chunk is None:
+                missing.setdefault(span.key, self._chunks.pool.blocks_for(span.num_tokens) - here.num_shared)
+        return missing
+
     def fits_surely(self, tenant: str, num_chunks: int, num_blocks: int) -> bool:
         """Whether so many new chunks could be in the cache together with all pinned ones."""
         chunks, account = self._chunks, self._chunks.account(tenant)
@@ -74,19 +79,21 @@ class CapacityCheck:
         return has_room and num_chunks + chunks.total.num_pinned <= chunks.max_chunks
 
     def check_chunks(self, plan: Plan, found: Sequence[CacheHit]) -> None:
-        """Checks whether the chunks of a plan could be in the cache together, if nothing else were there.
+        """Checks whether the chunks of a plan could be in the cache together, if nothing else but pins were there.
 
         Raises:
             ChunkCacheFull, QuotaExceeded: see `check`.
         """
-        present = {here.chunk.key: here.chunk for here in found if here.chunk is not None}
-        missing = {span.key: span for span in plan.spans if span.is_chunk and span.key not in present}
-        if missing:
-            chunk_blocks = sum(self._chunks.pool.blocks_for(span.num_tokens) for span in missing.values())
-            chunks = list(present.values())
-            held = self._chunks.shared.count(chunks)
+        _give_up_shared(found)
+        if missing := self._missing_blocks(plan, found):
+            present, chunk_blocks = held_chunks(found), sum(missing.values())
+            held = self._chunks.shared.count(present)
             self._check_quota(self._chunks.account(plan.tenant), held, chunk_blocks)
-            self._check_possible(chunks, held, len(missing), chunk_blocks)
+            self._check_possible(present, held, len(missing), chunk_blocks)
+
+    def num_chunk_blocks(self, plan: Plan, found: Sequence[CacheHit]) -> int:
+        """Blocks of the chunks of a plan, shared ones counted once."""
+        return sum(self._missing_blocks(plan, found).values()) + self._chunks.shared.count(held_chunks(found)).total
 
     def fit(self, plan: Plan, found: Sequence[CacheHit]) -> BlockDemand:
         """The demand of a plan, with as much reuse as there is room for; see `check`.
@@ -196,7 +203,8 @@ class CapacityCheck:
 def held_chunks(found: Sequence[CacheHit]) -> list[Chunk]:
     """The chunks that must not be evicted for a plan: those it reads, and those whose first blocks it shares."""
     read = [here.chunk for here in found if here.chunk is not None]
-    return list(dict.fromkeys(read + [here.shared.chunk for here in found if here.shared is not None]))
+    sources = (here.shared.source for here in found if here.shared is not None)
+    return list(dict.fromkeys(read + [source for source in sources if isinstance(source, Chunk)]))
 
 
 def _give_up_copies(found: Sequence[CacheHit]) -> None:
@@ -205,8 +213,11 @@ def _give_up_copies(found: Sequence[CacheHit]) -> None:
 
 
 def _give_up_shared(found: Sequence[CacheHit]) -> None:
+    """Shares only with chunks that are there anyway: pinned ones, and those of the prompt."""
     for here in found:
-        here.shared = None
+        source = None if here.shared is None else here.shared.source
+        if not (isinstance(source, Chunk) and source.pinned):
+            here.shared = here.shared_inside
 
 
 def _check_quota_now(account: TenantAccount, held: BlockCount, missing_blocks: int) -> None:
@@ -259,7 +270,7 @@ class Allocator:
             self._capacity.make(need)
             for span, here in zip(plan.spans, found, strict=True):
                 if span.is_chunk:
-                    spans.append(self._allocate_chunk(plan, span, here.shared, held, again))
+                    spans.append(self._allocate_chunk(plan, span, here, held, again))
                 else:
                     spans.append(self._allocate_prefix(plan, span, here, copies, again))
         except BaseException:
@@ -300,13 +311,17 @@ class Allocator:
             self._chunks.release(chunk)
 
     def _allocate_chunk(
-        self, plan: Plan, span: SpanPlan, shared: SharedStart | None, held: dict[Key, Chunk], again: bool
+        self, plan: Plan, span: SpanPlan, here: CacheHit, held: dict[Key, Chunk], again: bool
     ) -> SpanAllocation:
         chunk = held.get(span.key)
         is_owner, has_twin, was_evicted = chunk is None, False, False
         if chunk is None:
             was_evicted = self._chunks.was_evicted(span.key)
-            start = plan.layout.spans[span.index].start
+            start, shared = plan.layout.spans[span.index].start, None
+            if here.shared is not None:
+                source = here.shared.source
+                source = source if isinstance(source, Chunk) else held[source.key]
+                shared = SharedStart(source, here.num_shared)
             chunk = self._chunks.create(
                 span.key, span.root, span.tokens, start, plan.salt, plan.tenant, identity=span.identity, shared=shared
             )
@@ -336,6 +351,7 @@ class Allocator:
             is_owner=is_owner,
             has_twin=has_twin,
             was_evicted=was_evicted,
+            awaited_start=is_owner and chunk.lacks_start,
         )
 
     def _allocate_prefix(

@@ -41,6 +41,8 @@ class SpanAllocation:
     """Owned chunks: when allocated, equal tokens were ready after another system text of this tenant and salt."""
     was_evicted: bool = False
     """Owned chunks: it was cached before, and evicted."""
+    awaited_start: bool = False
+    """Owned chunks: when allocated, its first tokens were yet to be computed by another chunk."""
     is_closed: bool = True
     """No token will be appended."""
     computed: int = 0
@@ -66,6 +68,11 @@ class SpanAllocation:
     def num_computed(self) -> int:
         """Tokens that hold keys and values, or will after the step being assembled."""
         return self.chunk.num_computed if self.chunk is not None else self.computed
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether this span computes its next token: not if another one does, or computes what is before it."""
+        return self.chunk is None or (self.is_owner and not self.chunk.lacks_start)
 
     @property
     def is_ready(self) -> bool:

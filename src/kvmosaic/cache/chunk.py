@@ -39,7 +39,8 @@ class Chunk:
 
     Its blocks are written once, by the allocation that owns it. The chunk's table holds one reference to each block,
     and every allocation that reads it one more. Its first full blocks may be those of another chunk that saw the same
-    and begins with the same tokens, such as an earlier text of a document; the last user frees them.
+    and begins with the same tokens, such as an earlier text of a document; the last user frees them. While that one is
+    being computed, this one waits for its kept tokens; if that one is abandoned, so is this one.
     """
 
     key: Key
@@ -64,6 +65,8 @@ class Chunk:
     """Not in the index any more: evicted, deleted or abandoned."""
     num_kept: int = 0
     """First tokens whose blocks it took over from a chunk that begins alike, instead of computing them."""
+    start_source: Chunk | None = field(default=None, repr=False)
+    """The unfinished chunk that computes its kept tokens; None if they are complete, or this chunk is."""
     num_shared: int = 0
     """First blocks that other chunks hold or have held, too; see `SharedBlocks`."""
     num_computed: int = 0
@@ -114,6 +117,17 @@ class Chunk:
     def is_abandoned(self) -> bool:
         """Whether waiting requests must plan again."""
         return self.state is ChunkState.ABANDONED
+
+    @property
+    def lacks_start(self) -> bool:
+        """Whether some of its kept tokens are yet to be computed, by another chunk."""
+        return self.start_source is not None and self.start_source.num_computed < self.num_kept
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is being computed and others wait: for all of it, or for its first blocks."""
+        has_sharers = self.num_shared * self.table.pool.block_size > self.num_kept
+        return self.state is ChunkState.COMPUTING and (self.ref_count > 1 or has_sharers)
 
     @property
     def is_evictable(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.chunk import MAX_NAMES, Chunk, ChunkState
-from kvmosaic.cache.groups import ChunkStarts, Groups, SameTextIndex, SharedBlocks, SharedStart
+from kvmosaic.cache.groups import Groups, SameTextIndex, SharedBlocks, SharedStart, Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.tenants import TenantAccount
 from kvmosaic.errors import ChunkInUse, OutOfBlocks, UnknownChunk
@@ -28,7 +28,8 @@ class ChunkIndex:
         by key     key -> chunk                     being computed, or ready
         by name    (tenant, name) -> chunks         one document under two system prompts is two chunks
         same text  equal tokens -> chunks           after different system texts
-        starts     root -> chunks by tokens         complete chunks, whose first blocks a new chunk may share
+        starts     root -> chunks by tokens         its first blocks may be shared
+        dependents chunk -> chunks                  chunks waiting for its first blocks
         leaving    deleted or abandoned             still referenced, not found by lookups
         accounts   all tenants, and each one        usage and eviction order
 
@@ -65,8 +66,10 @@ class ChunkIndex:
         self.total = TenantAccount()
         """All tenants together."""
         self.same_text = SameTextIndex()
-        self.starts = ChunkStarts(pool.block_size)
+        self.starts: Starts[Chunk] = Starts(pool.block_size)
         self.shared = SharedBlocks()
+        self.unwritten_step = -1
+        """The step being assembled: the chunks that it completes are not written yet; -1 for none."""
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
         self._policy = policy
@@ -75,6 +78,7 @@ class ChunkIndex:
         self._changed: set[str] = set()
         self._chunks: dict[Key, Chunk] = {}
         self._names: Groups[tuple[str, str], Key] = Groups()
+        self._dependents: Groups[Chunk, Chunk] = Groups()
         self._leaving: set[Chunk] = set()
         self._evicted: dict[Key, None] = {}
         """Keys of the latest evicted chunks."""
@@ -169,7 +173,7 @@ class ChunkIndex:
         tenant: str = "",
         *,
         identity: Key | None = None,
-        shared: SharedStart | None = None,
+        shared: SharedStart[Chunk] | None = None,
     ) -> Chunk:
         """Creates a chunk to be computed, with blocks for all of its tokens; see `Chunk` for its fields.
 
@@ -186,14 +190,33 @@ class ChunkIndex:
         if shared is not None:
             self.shared.share(shared, chunk)
             chunk.num_kept = chunk.num_computed = shared.num_blocks * self.pool.block_size
+            self._await_start(shared.source, chunk)
+        self.starts.add(chunk)
         self._count(chunk, 1, chunk.num_blocks - chunk.num_shared)
         return chunk
 
-    def _new_table(self, num_tokens: int, shared: SharedStart | None) -> BlockTable:
+    def _await_start(self, source: Chunk, chunk: Chunk) -> None:
+        """Makes a chunk wait for the kept tokens that the source of its first blocks has not computed yet."""
+        while source.start_source is not None and chunk.num_kept <= source.num_kept:
+            source = source.start_source
+        if not source.is_ready or source.completed_step == self.unwritten_step:
+            chunk.start_source = source
+            self._dependents.add(source, chunk)
+
+    def _end_wait(self, chunk: Chunk) -> None:
+        if chunk.start_source is not None:
+            self._dependents.discard(chunk.start_source, chunk)
+            chunk.start_source = None
+
+    def has_dependents(self, chunk: Chunk) -> bool:
+        """Whether unfinished chunks share its first blocks, which were not complete when they were allocated."""
+        return bool(self._dependents.members(chunk))
+
+    def _new_table(self, num_tokens: int, shared: SharedStart[Chunk] | None) -> BlockTable:
         if shared is None:
             table = BlockTable(self.pool)
         else:
-            block_ids = shared.chunk.block_ids[: shared.num_blocks]
+            block_ids = shared.source.block_ids[: shared.num_blocks]
             self.pool.retain(block_ids)
             table = BlockTable.adopt(self.pool, block_ids, shared.num_blocks * self.pool.block_size)
         try:
@@ -235,16 +258,25 @@ class ChunkIndex:
         assert chunk.state is ChunkState.COMPUTING and chunk.num_computed == chunk.num_tokens
         chunk.state = ChunkState.READY
         chunk.completed_step = step
-        if not chunk.is_dropped:
-            self.starts.add(chunk)
+        self._end_wait(chunk)
+        if chunk.codec:
+            self.starts.discard(chunk)  # it is not exact, because it came from a lossy tier
         self._enqueue(chunk)
         self.pin_if_named(chunk)
 
     def abandon(self, chunk: Chunk) -> None:
-        """Removes a chunk that was not (correctly) computed; its last release frees the blocks."""
-        if not chunk.is_abandoned:
-            self._drop(chunk)
-            chunk.state = ChunkState.ABANDONED
+        """Removes a chunk that was not (correctly) computed; its last release frees the blocks.
+
+        Unfinished chunks that share its first blocks are abandoned, too.
+        """
+        abandoned = [chunk]
+        while abandoned:
+            chunk = abandoned.pop()
+            if not chunk.is_abandoned:
+                self._drop(chunk)
+                self._end_wait(chunk)
+                chunk.state = ChunkState.ABANDONED
+                abandoned += self._dependents.members(chunk)
 
     def evict_one(self, account: TenantAccount | None = None) -> Chunk | None:
         """Evicts the first chunk of the queue, of all or of one account; returns it, or None if the queue is empty."""
@@ -346,12 +378,19 @@ class ChunkIndex:
         for chunk in (*chunks, *self._leaving):
             assert (chunk.queue_entry is not None) == chunk.is_evictable
             assert chunk.num_kept <= chunk.num_computed and chunk.num_kept < chunk.num_tokens
+            if (source := chunk.start_source) is not None:
+                assert chunk.state is ChunkState.COMPUTING and not source.is_abandoned
+                num_blocks = 0 if source.is_ready else chunk.num_kept // self.pool.block_size
+                assert list(source.block_ids[:num_blocks]) == list(chunk.block_ids[:num_blocks])
+            assert not chunk.lacks_start or chunk.num_computed == chunk.num_kept
             chunk.table.check_invariants()
             for block_id in chunk.block_ids:
                 references[block_id] += 1 + chunk.ref_count
         assert all(self.pool.reference_count(block_id) == count for block_id, count in references.items())
         self.shared.check_invariants((*chunks, *self._leaving))
-        assert set(self.starts) <= {chunk for chunk in chunks if chunk.is_ready and not chunk.codec}
+        assert set(self.starts) <= {chunk for chunk in chunks if not chunk.codec}
+        waiting = {chunk for chunk in (*chunks, *self._leaving) if chunk.start_source is not None}
+        assert waiting == {chunk for source in self._dependents for chunk in self._dependents.members(source)}
         for chunk in self._leaving:
             assert chunk.is_dropped and chunk.ref_count > 0 and not chunk.pinned and not chunk.names
         self.same_text.check_invariants(self._chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
@@ -98,80 +98,83 @@ class SameTextIndex:
                 assert (chunk.tenant, chunk.salt, chunk.tokens) == place
 
 
-@dataclass(frozen=True, slots=True)
-class SharedStart:
-    """The first blocks of a cached chunk, to be shared by a new chunk with the same first tokens."""
+class HasStart(Protocol):
+    """A text with a root, cached or yet to be computed."""
 
-    chunk: Chunk
+    @property
+    def root(self) -> Key:
+        """Key of what it sees and where it starts."""
+
+    @property
+    def tokens(self) -> bytes:
+        """Its token ids, encoded."""
+
+
+TextT = TypeVar("TextT", bound=HasStart)
+TextT_co = TypeVar("TextT_co", bound=HasStart, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStart(Generic[TextT_co]):
+    """The first blocks of a text, to be shared by a new chunk with the same first tokens."""
+
+    source: TextT_co
     num_blocks: int
 
 
-class ChunkStarts:
-    """Finds the complete chunk with the longest common prefix among those with the same root.
+class Starts(Generic[TextT]):
+    """Finds the text with the longest common prefix among those with the same root.
 
         root      [ab…, ad…, b…]         find("abc…") is ab… or ad…: the neighbours in the order of tokens
 
     Keys and values of a token are determined by the root and the tokens up to it, so the full blocks of the common
-    prefix are those of the new chunk, too. One entry per chunk; a lookup takes O(log chunks) comparisons.
+    prefix are those of a new chunk, too. One entry per text; a lookup takes O(log texts) comparisons.
     """
 
     def __init__(self, block_size: int) -> None:
-        self.unwritten_step = -1
-        """The step being assembled: the chunks that it completes are not written yet; -1 for none."""
         self._block_size = block_size
-        self._roots: dict[Key, SortedByTokens[Chunk]] = {}
+        self._roots: dict[Key, SortedByTokens[TextT]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._roots.values()))
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return (chunk for chunks in self._roots.values() for chunk in chunks)
+    def __iter__(self) -> Iterator[TextT]:
+        return (text for texts in self._roots.values() for text in texts)
 
-    def add(self, chunk: Chunk) -> None:
-        """Adds a complete chunk, unless it is not exact because it came from a lossy tier.
+    def add(self, text: TextT) -> None:
+        """Adds a text. Of two with equal tokens only the first is added."""
+        if (texts := self._roots.get(text.root)) is None:
+            self._roots[text.root] = SortedByTokens(text)
+        elif (present := texts.neighbours(text.tokens)[1]) is None or present.tokens != text.tokens:
+            texts.add(text)
 
-        Of two with equal tokens (which takes a collision of their keys) only the first is added.
-        """
-        if chunk.codec:
-            return
-        if (chunks := self._roots.get(chunk.root)) is None:
-            self._roots[chunk.root] = SortedByTokens(chunk)
-        elif (present := chunks.neighbours(chunk.tokens)[1]) is None or present.tokens != chunk.tokens:
-            chunks.add(chunk)
+    def discard(self, text: TextT) -> None:
+        """Removes a text; safe for an absent one."""
+        if (texts := self._roots.get(text.root)) is not None:
+            texts.discard(text)
+            if not texts:
+                del self._roots[text.root]
 
-    def discard(self, chunk: Chunk) -> None:
-        """Removes a chunk; safe for an absent one."""
-        if (chunks := self._roots.get(chunk.root)) is not None:
-            chunks.discard(chunk)
-            if not chunks:
-                del self._roots[chunk.root]
-
-    def find(self, root: Key, tokens: bytes) -> SharedStart | None:
+    def find(self, root: Key, tokens: bytes) -> SharedStart[TextT] | None:
         """The longest run of full blocks that a new chunk can share; it computes its last token at least.
 
         Args:
             root: key of what the chunk sees and where it starts.
             tokens: its encoded tokens.
         """
-        chunks = self._roots.get(root)
-        if chunks is None:
+        if (texts := self._roots.get(root)) is None:
             return None
         best = None
         max_tokens = len(tokens) // TOKEN_BYTES - 1
-        for direction in (chunks.before(tokens), chunks.behind(tokens)):
-            chunk = next((chunk for chunk in direction if chunk.completed_step != self.unwritten_step), None)
-            if chunk is not None:
-                num_blocks = min(num_alike(chunk.tokens, tokens), max_tokens) // self._block_size
+        for text in texts.neighbours(tokens):
+            if text is not None:
+                num_blocks = min(num_alike(text.tokens, tokens), max_tokens) // self._block_size
                 if num_blocks > (0 if best is None else best.num_blocks):
-                    best = SharedStart(chunk, num_blocks)
+                    best = SharedStart(text, num_blocks)
         return best
 
-    def num_cached(self, root: Key, tokens: bytes) -> int:
-        """Tokens of a chunk that would not be computed now: all of them, or those of blocks that it can share."""
-        chunks = self._roots.get(root)
-        same = None if chunks is None else chunks.neighbours(tokens)[1]
-        if same is not None and same.tokens == tokens:
-            return len(tokens) // TOKEN_BYTES
+    def num_shared(self, root: Key, tokens: bytes) -> int:
+        """Tokens in the blocks that a new chunk can share; see `find`."""
         shared = self.find(root, tokens)
         return 0 if shared is None else shared.num_blocks * self._block_size
 
@@ -214,15 +217,16 @@ class SharedBlocks:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def share(self, start: SharedStart, chunk: Chunk) -> None:
+    def share(self, start: SharedStart[Chunk], chunk: Chunk) -> None:
         """Records that a new chunk holds the first blocks of another one, which is in use."""
-        assert start.chunk.ref_count > 0, "so none of its blocks is idle"
-        for block_id in start.chunk.block_ids[: start.num_blocks]:
+        source = start.source
+        assert source.ref_count > 0, "so none of its blocks is idle"
+        for block_id in source.block_ids[: start.num_blocks]:
             holders = self._holders.get(block_id)
             if holders is None:
-                holders = self._holders[block_id] = _Holders(1, 0, int(start.chunk.pinned))
+                holders = self._holders[block_id] = _Holders(1, 0, int(source.pinned))
             holders.total += 1
-        start.chunk.num_shared = max(start.chunk.num_shared, start.num_blocks)
+        source.num_shared = max(source.num_shared, start.num_blocks)
         chunk.num_shared = start.num_blocks
 
     def free(self, chunk: Chunk) -> BlockCount:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvmosaic.cache.allocate import Allocator, CapacityCheck
 from kvmosaic.cache.allocation import Allocation, freed_request_blocks
@@ -12,7 +12,7 @@ from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.keys import KeyChain, encode_tokens
+from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_tree import PrefixTree, RootOrigins, TreeLimits, TreeView
@@ -90,7 +90,9 @@ class KVCache(TenantChunks):
         """Finds what would be reused, computed or waited for. Changes only the number and time of lookups."""
         return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
 
-    def allocate(self, plan: Plan, *, priority: float = 0.5, again: bool = False) -> Allocation:
+    def allocate(
+        self, plan: Plan, *, priority: float = 0.5, again: bool = False, loaded: Collection[Key] = ()
+    ) -> Allocation:
         """Acquires everything that is reused and allocates everything else; all of it or nothing.
 
         The plan is revalidated: what was evicted since is computed, what was cached since is reused. Carry out the
@@ -100,6 +102,8 @@ class KVCache(TenantChunks):
             plan: what to allocate.
             priority: of the sequence, 0 to 1: how long the policy `priority` keeps its blocks outside chunks.
             again: whether the prompt was allocated before, in another layout: its hits are not counted twice.
+            loaded: keys of chunks that `load` is about to complete, so that they wait for no other chunk. Where
+                there is no room otherwise, one of them may have to wait, and is to be computed.
 
         Raises:
             InvalidConfig: a priority outside its range.
@@ -110,10 +114,10 @@ class KVCache(TenantChunks):
         """
         started = self._clock()
         check_priority(priority, "a sequence")
-        found = self._lookup.revalidate(plan)
+        found = self._lookup.revalidate(plan, loaded)
         if found is None:
             plan = self.plan(plan.layout, plan.salt, plan.tenant)
-            found = self._lookup.revalidate(plan)
+            found = self._lookup.revalidate(plan, loaded)
             assert found is not None, "a new plan passes over keys that are taken"
         allocation = self._allocator.allocate(plan, found, self._chain(plan.salt, plan.tenant), again=again)
         allocation.priority = priority
@@ -148,20 +152,19 @@ class KVCache(TenantChunks):
         try:
             self._capacity.check_chunks(plan, found)
         except ChunkCacheFull:
-            different = {span.key: self.chunk_pool.blocks_for(span.num_tokens) for span in plan.spans if span.is_chunk}
-            return sum(different.values())
+            return self._capacity.num_chunk_blocks(plan, found)
         return None
 
     def begin_step(self) -> None:
         """Starts assembling a step: `rollback_step` undoes what was advanced since this call."""
         self._step += 1
         self._prefix.begin_step(self._step)
-        self._chunks.starts.unwritten_step = self._step
+        self._chunks.unwritten_step = self._step
 
     def end_step(self) -> None:
         """Ends a step that was carried out: what it computed may be copied from now on."""
         self._prefix.end_step()
-        self._chunks.starts.unwritten_step = -1
+        self._chunks.unwritten_step = -1
 
     def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> None:
         """Marks the next `num_tokens` tokens of a span as computed, by the step being assembled at the latest.
@@ -173,6 +176,7 @@ class KVCache(TenantChunks):
         assert 0 <= num_tokens <= span.num_tokens - span.num_computed, "no more tokens than there are"
         if (chunk := span.chunk) is not None:
             assert span.is_owner and chunk.state is ChunkState.COMPUTING, "a chunk is computed by its owner, once"
+            assert not chunk.lacks_start, "the chunk whose first blocks it shares is computed before"
             chunk.num_computed += num_tokens
             self._counters.computed_chunk_tokens += num_tokens
             if chunk.num_computed == chunk.num_tokens:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.groups import SharedStart
+from kvmosaic.cache.groups import SharedStart, Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import PrefixEntry
@@ -129,8 +129,10 @@ class CacheHit:
     entries: list[PrefixEntry] = field(default_factory=list)
     """The blocks to share, in order."""
     chunk: Chunk | None = None
-    shared: SharedStart | None = None
-    """Missing chunks: the first blocks of a cached chunk that begins alike."""
+    shared: SharedStart[Chunk | SpanPlan] | None = None
+    """Missing chunks: the first blocks of a chunk that begins alike, cached or also of this prompt."""
+    shared_inside: SharedStart[Chunk | SpanPlan] | None = None
+    """The same among the chunks of this prompt, which are needed anyway."""
     source: PrefixEntry | None = None
     """A block that begins like its next one: to be copied."""
     num_copied: int = 0
@@ -149,6 +151,8 @@ class _Draft:
     layout: Layout
     chain: KeyChain
     distances: dict[int, int]
+    starts: Starts[SpanPlan]
+    """Chunks this plan computes, for later ones that begin alike."""
     spans: list[SpanPlan] = field(default_factory=list)
     missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
     """Chunks this plan computes: key -> root and tokens."""
@@ -202,31 +206,66 @@ class CacheLookup:
 
     def plan(self, layout: Layout, salt: str, tenant: str, chain: KeyChain) -> Plan:
         """Looks up every span, in order: the keys of later spans depend on those of the spans they see."""
-        draft = _Draft(layout, chain, {view.span: view.distance for view in layout.last.views})
+        draft = _Draft(
+            layout,
+            chain,
+            {view.span: view.distance for view in layout.last.views},
+            Starts(self._chunks.pool.block_size),
+        )
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK
             draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
         return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
-    def revalidate(self, plan: Plan) -> list[CacheHit] | None:
+    def revalidate(self, plan: Plan, loaded: Collection[Key] = ()) -> list[CacheHit] | None:
         """Current cache hits for the spans of an older plan; None if the plan is no longer valid.
 
         That is, if one of its keys has been taken by other tokens since, or an omitted lead-in is needed after all.
+
+        Args:
+            plan: the older plan.
+            loaded: keys of chunks that are loaded instead of computed.
         """
         found: list[CacheHit] = []
         for span in plan.spans:
             chunk = self._chunks.get(span.key) if span.is_chunk else None
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
-            shared = self._chunks.starts.find(span.root, span.tokens) if span.is_chunk and chunk is None else None
-            here = CacheHit(chunk=chunk, shared=shared)
+            here = CacheHit(chunk=chunk)
             if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
                 return None  # it was cached when planned, and has been evicted
             if not span.is_chunk:
                 usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is omitted
                 self._find_cached(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
+        self._find_starts(plan, found, loaded)
         return found
+
+    def _find_starts(self, plan: Plan, found: Sequence[CacheHit], loaded: Collection[Key]) -> None:
+        """Finds the blocks that the missing chunks of a plan share: with cached chunks, and with each other.
+
+        A loaded chunk shares only what is complete, so that it need not wait, and lends nothing: it may be inexact.
+        """
+        missing: dict[Key, tuple[SpanPlan, CacheHit]] = {}
+        for span, here in zip(plan.spans, found, strict=True):
+            if span.is_chunk and here.chunk is None:
+                missing.setdefault(span.key, (span, here))
+        if not missing:
+            return
+        inside: Starts[Chunk | SpanPlan] = Starts(self._chunks.pool.block_size)
+        computed: Starts[SpanPlan] = Starts(self._chunks.pool.block_size)
+        for here in found:
+            if here.chunk is not None and not here.chunk.codec:
+                inside.add(here.chunk)
+        for span, here in missing.values():
+            here.shared_inside = inside.find(span.root, span.tokens)
+            inside.add(span)
+            cached = self._chunks.starts.find(span.root, span.tokens)
+            if span.key not in loaded:
+                here.shared = _longer(computed.find(span.root, span.tokens), cached)
+                computed.add(span)
+            elif cached is not None and cached.source.is_ready:
+                here.shared = cached
 
     def _find_cached(
         self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool
@@ -267,13 +306,8 @@ class CacheLookup:
         elif key in draft.missing:
             action = "wait"
         else:
-            draft.missing[key] = (root, tokens)
-            if (shared := self._chunks.starts.find(root, tokens)) is not None:
-                block_ids = shared.chunk.block_ids[: shared.num_blocks]
-            num_reused = len(block_ids) * self._chunks.pool.block_size
-        self._counters.planned_chunks += 1
-        self._counters.lookup_seconds += self._clock() - started
-        return SpanPlan(
+            block_ids, num_reused = self._find_start(draft, root, tokens)
+        plan = SpanPlan(
             index=index,
             kind=span.segment.kind,
             name=span.segment.name,
@@ -288,6 +322,21 @@ class CacheLookup:
             block_keys=(),
             tokens=tokens,
         )
+        if action == "compute":
+            draft.missing[key] = (root, tokens)
+            draft.starts.add(plan)
+        self._counters.planned_chunks += 1
+        self._counters.lookup_seconds += self._clock() - started
+        return plan
+
+    def _find_start(self, draft: _Draft, root: Key, tokens: bytes) -> tuple[Sequence[BlockId], int]:
+        """The cached blocks that a missing chunk shares, and how many tokens it shares with any chunk."""
+        inside, cached = draft.starts.find(root, tokens), self._chunks.starts.find(root, tokens)
+        shared = _longer(cached, inside)
+        if shared is None:
+            return (), 0
+        block_ids = shared.source.block_ids[: shared.num_blocks]
+        return block_ids, shared.num_blocks * self._chunks.pool.block_size
 
     def _plan_prefix(self, draft: _Draft, index: int) -> SpanPlan:
         span = draft.layout.spans[index]
@@ -313,6 +362,15 @@ class CacheLookup:
             tokens=tokens,
             num_copied=here.num_copied,
         )
+
+
+def _longer(
+    one: SharedStart[Chunk | SpanPlan] | None, other: SharedStart[Chunk | SpanPlan] | None
+) -> SharedStart[Chunk | SpanPlan] | None:
+    """The longer of two starts; of equal ones the first."""
+    if one is None or other is None:
+        return one or other
+    return other if other.num_blocks > one.num_blocks else one
 
 
 def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk | None) -> Key:

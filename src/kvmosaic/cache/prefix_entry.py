@@ -74,8 +74,9 @@ class PrefixEntry:
 class HasTokens(Protocol):
     """An item with tokens that never change."""
 
-    tokens: bytes
-    """Encoded token ids."""
+    @property
+    def tokens(self) -> bytes:
+        """Encoded token ids."""
 
 
 ItemT = TypeVar("ItemT", bound=HasTokens)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.keys import Key, encode_tokens
+from kvmosaic.cache.keys import Key
 from kvmosaic.cache.tenants import TenantUsage
 from kvmosaic.errors import ChunkInUse, InvalidConfig
 from kvmosaic.eviction import check_priority
@@ -48,9 +48,9 @@ class TenantChunks:
         """
         return self._chunks.named(name_or_key, salt, tenant)
 
-    def num_cached(self, root: Key, token_ids: Sequence[int]) -> int:
-        """Tokens of a chunk with this root that would not be computed now: all, or the first blocks of another text."""
-        return self._chunks.starts.num_cached(root, encode_tokens(token_ids))
+    def has_dependents(self, chunk: Chunk) -> bool:
+        """Whether unfinished chunks share its first blocks, which were not complete when they were allocated."""
+        return self._chunks.has_dependents(chunk)
 
     def pin(self, name_or_key: str | Key, salt: str | None = "", tenant: str = "") -> int:
         """Pins all present matching chunks, which are then not evicted; returns how many. See `pin_when_ready`.

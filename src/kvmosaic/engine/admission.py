@@ -121,7 +121,8 @@ class Admission:
                 return False
         try:
             priority = sequence.request.eviction_priority
-            allocation = self._kv_cache.allocate(plan, priority=priority, again=sequence.was_replanned)
+            loaded = () if self._offloader is None else self._offloader.fetched_keys(sequence)
+            allocation = self._kv_cache.allocate(plan, priority=priority, again=sequence.was_replanned, loaded=loaded)
         except OutOfBlocks as error:
             self.refused.add(sequence)
             if not self._running:

@@ -139,14 +139,20 @@ class ChunkOffloader:
         compute_seconds = self._compute.estimate(num_bytes // self._bytes_per_token)
         return now >= sequence.fetching_since + self.tiered_store.longest_wait(num_bytes, compute_seconds)
 
+    def fetched_keys(self, sequence: Sequence) -> set[Key]:
+        """The chunks that have been fetched for a sequence."""
+        return {key for key, staged in (sequence.fetches or {}).items() if staged.fetch.value is not None}
+
     def load(self, sequence: Sequence) -> None:
         """Copies fetched chunks into the blocks of a newly allocated sequence."""
         fetches, allocation = sequence.fetches or {}, sequence.allocation
         assert allocation is not None
         for index, span in enumerate(allocation.spans):
             chunk = span.chunk
-            if chunk is None or not span.is_owner or chunk.num_computed > chunk.num_kept:
+            if chunk is None or not span.is_owner or chunk.num_computed > chunk.num_kept or chunk.lacks_start:
                 continue
+            if self._entries.lossy_codec and self._kv_cache.has_dependents(chunk):
+                continue  # chunks that share its first blocks must be exact
             fetch = fetches[chunk.key].fetch if chunk.key in fetches else None
             tensors = None if fetch is None or fetch.value is None else fetch.value.tensors()
             if fetch is None or tensors is None:

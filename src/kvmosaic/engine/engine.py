@@ -15,6 +15,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
+from kvmosaic.engine.oversized import OversizedPrompts
 from kvmosaic.engine.placement import PlacedPrompt, Placer
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
@@ -23,7 +24,7 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
-from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, PromptTooLong, QueueFull
+from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
 from kvmosaic.layout import ChunkContext, Layout
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Runner
@@ -108,7 +109,9 @@ class Engine(InferenceEngine):
         self._capabilities = capabilities_of(model, self.max_positions)
         self._sleep = SleepState(runner, kv_cache, offloader)
         self._requests = RequestTable(model, self.max_positions)
-        self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, clock)
+        is_on = chunk_config.oversized_prompts == "ordinary"
+        self._oversized = OversizedPrompts(self.placer, kv_cache, is_on=is_on)
+        self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, self._oversized, clock)
         self._log_time = clock()
 
     @property
@@ -221,27 +224,9 @@ class Engine(InferenceEngine):
         )
         if window is not None:
             check_memory(window, self.kv_cache.request_pool)
-        elif (ordinary := self._without_room(placed)) is not None:
+        elif (ordinary := self._oversized.as_ordinary(placed)) is not None:
             placed, note = ordinary
         return self._queue(placed, params, request_id, priority=priority, note=note, arrival_time=arrival_time)
-
-    def _without_room(self, placed: PlacedPrompt) -> tuple[PlacedPrompt, str] | None:
-        """A prompt whose chunks can never be in the cache together, as an ordinary one, and why; None: it stays."""
-        prompt, pool = placed.prompt, self.kv_cache.request_pool
-        if not prompt.chunks or self.chunk_config.oversized_prompts == "error":
-            return None
-        num_blocks = self.kv_cache.num_too_large(placed.layout, prompt.salt, prompt.tenant)
-        joined = prompt.joined()
-        if num_blocks is None or pool.blocks_for(joined.num_tokens + 1) > pool.num_blocks:
-            return None
-        try:
-            ordinary = self.placer.place(joined)
-        except PromptTooLong:
-            return None
-        return ordinary, (
-            f"its documents need {num_blocks} blocks of {pool.block_size} tokens, more than the chunk cache has for "
-            "them; computed as an ordinary prompt, in which documents see each other"
-        )
 
     def add_score(
         self,

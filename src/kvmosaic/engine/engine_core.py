@@ -11,6 +11,7 @@ from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import choose_repair
+from kvmosaic.engine.oversized import OversizedPrompts
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
@@ -18,7 +19,7 @@ from kvmosaic.engine.row_builder import rows_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
-from kvmosaic.errors import EngineError, InvalidSampling, KVMosaicError
+from kvmosaic.errors import ChunkCacheFull, EngineError, InvalidSampling, KVMosaicError
 from kvmosaic.model.runner import Runner
 from kvmosaic.sampling import sample
 
@@ -41,6 +42,7 @@ class EngineCore:
         scheduler: Scheduler,
         requests: RequestTable,
         offloader: ChunkOffloader | None,
+        oversized: OversizedPrompts,
         clock: Callable[[], float],
     ) -> None:
         self.runner = runner
@@ -49,6 +51,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._requests = requests
         self._offloader = offloader
+        self._oversized = oversized
         self._clock = clock
 
     def step(self) -> list[Request]:
@@ -87,10 +90,21 @@ class EngineCore:
     def _end_refused(self, step: Step, news: dict[str, Request]) -> None:
         """Ends sequences for which there is no room, now or ever."""
         for sequence, error in step.failed:
-            self._fail(sequence.request, error, news)
+            if not (isinstance(error, ChunkCacheFull) and self._restart_as_ordinary(sequence.request)):
+                self._fail(sequence.request, error, news)
         for sequence in step.ended:
             sequence.answer.end("length")
             self._finish(sequence, news)
+
+    def _restart_as_ordinary(self, request: Request) -> bool:
+        """Queues a request whose documents have no room any more again, as an ordinary prompt; False if it cannot."""
+        if request.scoring is not None or request.is_warm_up or len(request.answers) > 1:
+            return False
+        if (ordinary := self._oversized.as_ordinary(request.placed)) is None:
+            return False
+        request.place_again(*ordinary)
+        self._scheduler.add(self._requests.restart(request))
+        return True
 
     def _restore(self, step: Step) -> None:
         """Writes swapped-out blocks, after the copies: blocks that the copies read may have been freed since."""

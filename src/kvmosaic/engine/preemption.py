@@ -294,10 +294,7 @@ def in_order(sequences: Iterable[Sequence], now: float) -> list[Sequence]:
 def computes_for_others(sequence: Sequence) -> bool:
     """Whether a running sequence computes a chunk that another one waits for."""
     assert sequence.allocation is not None
-    return any(
-        span.is_owner and span.chunk is not None and not span.chunk.is_ready and span.chunk.ref_count > 1
-        for span in sequence.allocation.spans
-    )
+    return any(span.is_owner and span.chunk is not None and span.chunk.is_awaited for span in sequence.allocation.spans)
 
 
 def in_cooldown(sequence: Sequence) -> bool:

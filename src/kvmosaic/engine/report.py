@@ -124,6 +124,8 @@ def _miss(allocated: SpanAllocation, num_reused: int) -> MissReason | None:
 def _kept_note(num_reused: int, span: Span, allocated: SpanAllocation) -> str:
     if not allocated.is_owner or not 0 < num_reused < span.num_tokens:
         return ""
+    if allocated.awaited_start:
+        return f"first {num_reused} of {span.num_tokens} tokens computed once, with a document that begins alike"
     return f"first {num_reused} of {span.num_tokens} tokens kept from an earlier text"
 
 

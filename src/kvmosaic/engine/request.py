@@ -70,6 +70,16 @@ class Request:
     """Its position in the waiting order; see `sort_key_of`."""
 
     def __post_init__(self) -> None:
+        self._derive()
+
+    def place_again(self, placed: PlacedPrompt, note: str) -> None:
+        """Replaces the prompt before anything is answered, and says why."""
+        self.placed = placed
+        self.note = "; ".join(part for part in (note, self.note) if part)
+        self.answers.clear()
+        self._derive()
+
+    def _derive(self) -> None:
         self.layout = self.placed.layout
         self.text = self.prompt.text
         self.sort_key = sort_key_of(self.priority, self.arrival_time, self.aging_seconds)

@@ -66,6 +66,12 @@ class RequestTable:
         self._requests[request.request_id], self._sequences[request.request_id] = request, [sequence]
         return sequence
 
+    def restart(self, request: Request) -> Sequence:
+        """Replaces the first sequence of a request whose prompt was placed again."""
+        sequence = self._new_sequence(request, 0)
+        self._sequences[request.request_id] = [sequence]
+        return sequence
+
     def fork(self, request: Request) -> list[Sequence]:
         """Creates the sequences of the other n - 1 answers."""
         forks = [self._new_sequence(request, index) for index in range(1, request.params.n)]

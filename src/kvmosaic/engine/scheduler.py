@@ -307,9 +307,7 @@ class Scheduler:
             return
         for index, span in enumerate(allocation.spans):
             remaining = span.num_tokens - span.num_computed
-            if not remaining:
-                continue
-            if span.chunk is not None and not span.is_owner:
+            if not remaining or not span.can_advance:
                 continue
             seen = (allocation.spans[view.span] for view in sequence.request.layout.spans[index].views)
             count = min(remaining, budget.tokens_of(sequence.tenant))

@@ -10,7 +10,8 @@ from itertools import pairwise
 from zlib import crc32
 
 _HEADING = re.compile(r"^ {0,3}(?:(#{1,6})[ \t]|<h([1-6])[ >\t])", re.MULTILINE | re.IGNORECASE)
-_BLANK_LINE = re.compile(r"\n[ \t]*\n\s*")
+_BLANK_LINE = re.compile(r"\n[ \t\r]*\n\s*")
+_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})([^\n]*)", re.MULTILINE)
 _NUM_LEVELS = 6
 _NEARBY_CHARACTERS = 64
 
@@ -34,8 +35,11 @@ def section_borders(text: str, starts: Sequence[int], max_tokens: int) -> list[i
             stays longer.
     """
     headings: list[list[int]] = [[] for _ in range(_NUM_LEVELS)]
+    fenced, ends = _fenced(text)
     for found in _HEADING.finditer(text):
-        headings[len(found[1]) - 1 if found[1] else int(found[2]) - 1].append(found.start())
+        block = bisect_right(fenced, found.start()) - 1
+        if block < 0 or found.start() >= ends[block]:  # not a comment in a block of code
+            headings[len(found[1]) - 1 if found[1] else int(found[2]) - 1].append(found.start())
     borders = [0, len(starts)]
     for places in headings:
         borders = _divided(borders, _tokens_at(places, starts), max_tokens)
@@ -43,6 +47,20 @@ def section_borders(text: str, starts: Sequence[int], max_tokens: int) -> list[i
     marks = [_mark(text, place) for place in paragraphs]
     chosen = _local_minima(_tokens_at(paragraphs, starts), marks, max_tokens // 4)
     return _divided(borders, chosen, max_tokens)[1:-1]
+
+
+def _fenced(text: str) -> tuple[list[int], list[int]]:
+    """Where the fenced blocks of code begin and end, in order; a fence without an end begins none."""
+    begins, ends = list[int](), list[int]()
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+        elif fence[1].startswith(opened[1]) and not fence[2].strip():
+            begins.append(opened.start())
+            ends.append(fence.end())
+            opened = None
+    return begins, ends
 
 
 def _divided(borders: Sequence[int], places: Sequence[int], max_tokens: int) -> list[int]:

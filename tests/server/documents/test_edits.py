@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,3 +126,35 @@ def test_sections_of_a_document_are_listed_and_dropped_together(divided: Documen
         client.ask({"id": "manual"})
         parts = [chunk["part"] for chunk in client.get("/v1/documents/manual").json()["chunks"]]
         assert sorted(parts) == sorted(f"{number}/20" for number in range(1, 21))
+
+
+def test_lines_and_files_of_an_upload_say_what_is_kept(whole: DocumentServer) -> None:
+    text = "The baker of Fenbury is Tom Orrin. " * 20
+    with client_of(whole) as client:
+        for name in ("read.md", "unread.md"):
+            files = [("file", (name, text.encode()))]
+            assert "tokens" not in client.post("/v1/documents:batch", files=files).json()["data"][0]
+        client.ask({"id": "read.md"})
+        files = [("file", (name, f"{text}The mason is Una.".encode())) for name in ("read.md", "unread.md")]
+        read, unread = client.post("/v1/documents:batch", files=files).json()["data"]
+        assert 0 < read["kept_tokens"] < read["tokens"] and "kept_tokens" not in unread
+        (line,) = lines_of(client.ask({"id": "read.md"}))
+        assert (line["tokens"], line["reused_tokens"]) == (read["tokens"], read["kept_tokens"])
+        names = ("read.md", "unread.md", "new", "read.md")
+        lines = [json.dumps({"id": name, "text": f"{text}The {name} mason.", "title": "read.md"}) for name in names]
+        body, header = "\n".join(lines), {"Content-Type": "application/jsonl"}
+        reply = client.post("/v1/documents:batch", content=body, headers=header).json()
+        assert reply["num_replaced"] == 3 and reply["object"] == "documents.uploaded"
+        assert not any("kept_tokens" in each for each in reply["data"]), "what was replaced in this upload was not read"
+
+
+def test_kept_tokens_do_not_tell_what_others_have_asked_with_a_salt(whole: DocumentServer) -> None:
+    common, secret = "In Fenbury the boats leave early. " * 4, "The code of the vault is 4711, as Una knows. " * 4
+    with client_of(whole) as client:
+        kept = []
+        for name, guess in (("right", secret), ("wrong", secret.replace("4711", "1234"))):
+            client.store(name, common)
+            client.ask({"id": name}, cache_salt="hidden")
+            client.ask({"text": common + secret}, cache_salt="hidden")
+            kept.append(client.store(name, common + guess)["kept_tokens"])
+        assert kept[0] == kept[1]

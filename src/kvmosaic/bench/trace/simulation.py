@@ -126,7 +126,7 @@ class _Simulation:
             ) from None
         kv_cache.begin_step()
         for index, span in enumerate(allocation.spans):
-            if span.chunk is None or span.is_owner:
+            if span.can_advance:
                 kv_cache.advance(allocation, index, span.num_tokens - span.num_computed)
         kv_cache.end_step()
         kv_cache.release(allocation)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from kvmosaic.cache import Chunk
-from kvmosaic.cache.keys import Key
-from kvmosaic.documents import DocumentDraft, StoredDocument, label_in
+from kvmosaic.cache.groups import Starts
+from kvmosaic.cache.keys import TOKEN_BYTES, Key, encode_tokens
+from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, label_in
 from kvmosaic.engine import Engine
-from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk
+from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk, UnknownDocument
 from kvmosaic.prompt import Document
 from kvmosaic.server.services import Services
 
@@ -33,6 +35,20 @@ class KeptTokens:
     num_tokens: int
     num_kept: int
     """Of these, the ones that are cached already."""
+
+    @property
+    def described(self) -> dict[str, int]:
+        """As fields of a reply."""
+        return {"tokens": self.num_tokens, "kept_tokens": self.num_kept}
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedText:
+    """Tokens of a chunk after what it saw."""
+
+    root: Key
+    tokens: bytes
+    is_exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +129,40 @@ async def set_cached_priority(services: Services, tenant: str, document: StoredD
     await services.engine.call(partial(_set_priority, tenant=tenant, label=document.content.label, priority=priority))
 
 
-async def count_kept(services: Services, tenant: str, before: str, document: Document) -> KeptTokens | None:
-    """Counts what reading the new text of a document would keep of the cached chunks of its earlier text.
+async def count_kept(
+    services: Services, tenant: str, replaced: Sequence[tuple[StoredDocument, DocumentDraft]]
+) -> dict[str, KeptTokens]:
+    """Counts what reading the new texts of replaced documents would keep of the cached chunks of their earlier texts.
+
+    Only of these: what others have cached, under whatever salt, is not compared with the new texts.
 
     Args:
         services: services of the server.
-        tenant: whose document it is.
-        before: the label of the earlier text.
-        document: the new text.
+        tenant: whose documents they are.
+        replaced: the documents, and their new texts.
 
     Returns:
-        None, if the earlier text is not cached, or the new one is too long to be counted, or for a chunk.
+        By document id. Missing: the earlier text is the same, or is not cached, or the new one is too long to be
+        counted, or for a chunk.
     """
-    if not services.llm.has_chunk_cache or len(document.text) > MAX_COUNTED_CHARACTERS:
-        return None
+    short = [(document, draft) for document, draft in replaced if len(draft.text) <= MAX_COUNTED_CHARACTERS]
+    if not short or not services.llm.has_chunk_cache:
+        return {}
+    documents = [document for document, _ in short]
+    labels = await services.in_thread(tenant, _labels_before, services.documents, tenant, documents)
     try:
-        roots = await services.engine.call(partial(_roots, tenant=tenant, label=before))
-        if not roots:
-            return None
-        encoder = services.llm.encoder
-        prompt = await services.in_thread(tenant, encoder.encode_documents, [document])
-        parts = [chunk.token_ids or () for chunk in prompt.chunks]
-        kept = await services.engine.call(partial(_count_kept, roots=roots, parts=parts))
-    except (EngineError, InvalidPrompt):
-        return None
-    return KeptTokens(sum(map(len, parts)), kept)
+        wanted = list(set(labels.values()))
+        before = await services.engine.call(partial(_texts, tenant=tenant, labels=wanted)) if wanted else {}
+    except EngineError:
+        return {}
+    counted: dict[str, KeptTokens] = {}
+    for document, draft in short:
+        if texts := before.get(labels.get(document.id, "")):
+            text = Document(draft.text, draft.title, document.id)
+            kept = await services.in_thread(tenant, _count_kept, services, texts, text)
+            if kept is not None:
+                counted[document.id] = kept
+    return counted
 
 
 async def drop_superseded(services: Services, *, lingering: bool = False) -> None:
@@ -219,17 +244,51 @@ def _look(
     return found
 
 
-def _roots(engine: Engine, *, tenant: str, label: str) -> list[Key]:
-    """Returns the roots of the chunks of a text, one for each system text and salt, the newest first."""
-    chunks = _look(engine, tenant=tenant, labels=[label])[label]
-    found = (engine.kv_cache.find_chunks(chunk.key, None, tenant)[0].root for chunk in reversed(chunks))
-    return list(dict.fromkeys(found))
+def _labels_before(store: DocumentStore, tenant: str, documents: Iterable[StoredDocument]) -> dict[str, str]:
+    """Returns the labels of the texts that documents had before, by id; none where it is the same, or gone."""
+    labels: dict[str, str] = {}
+    for document in documents:
+        with suppress(UnknownDocument):
+            label = store.get(tenant, document.id, document.version - 1).content.label
+            if label != document.content.label:
+                labels[document.id] = label
+    return labels
 
 
-def _count_kept(engine: Engine, *, roots: Sequence[Key], parts: Sequence[Sequence[int]]) -> int:
-    """Returns the cached tokens of the parts of a document, each after the system text with the most of them."""
-    roots = roots[: max(MAX_COUNTED_LOOKUPS // len(parts), 1)]
-    return sum(max(engine.kv_cache.num_cached(root, part) for root in roots) for part in parts)
+def _texts(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[str, list[_CachedText]]:
+    """Returns the tokens of the chunks of some texts, by label, the newest first; on the engine's thread."""
+    found = _look(engine, tenant=tenant, labels=labels)
+    return {
+        label: [
+            _CachedText(chunk.root, chunk.tokens, is_exact=not chunk.codec)
+            for view in reversed(views)
+            for chunk in engine.kv_cache.find_chunks(view.key, None, tenant)
+        ]
+        for label, views in found.items()
+    }
+
+
+def _count_kept(services: Services, texts: Sequence[_CachedText], document: Document) -> KeptTokens | None:
+    """Counts the cached tokens of the parts of a document, each after the system text with the most of them."""
+    try:
+        chunks = services.llm.encoder.encode_documents([document]).chunks
+    except InvalidPrompt:
+        return None
+    parts = [encode_tokens(chunk.token_ids or ()) for chunk in chunks]
+    starts: Starts[_CachedText] = Starts(services.llm.engine.kv_cache.chunk_pool.block_size)
+    for text in texts:
+        if text.is_exact:
+            starts.add(text)
+    whole = {(text.root, text.tokens) for text in texts}
+    roots = list(dict.fromkeys(text.root for text in texts))[: max(MAX_COUNTED_LOOKUPS // len(parts), 1)]
+
+    def num_kept(root: Key, tokens: bytes) -> int:
+        if (root, tokens) in whole:
+            return len(tokens) // TOKEN_BYTES
+        return starts.num_shared(root, tokens)
+
+    kept = sum(max(num_kept(root, tokens) for root in roots) for tokens in parts)
+    return KeptTokens(sum(map(len, parts)) // TOKEN_BYTES, kept)
 
 
 def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:

@@ -19,10 +19,8 @@ from kvmosaic.api.documents import (
     DocumentVersion,
     NewDocument,
 )
-from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument, shown_name
+from kvmosaic.documents import DocumentDraft, Match, StoredDocument, shown_name
 from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
-from kvmosaic.errors import UnknownDocument
-from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.server.documents.cached import (
     CachedChunk,
@@ -145,8 +143,7 @@ def router(services: Services) -> APIRouter:
             tenant.name, store.put, tenant.name, document_id, draft, _match(if_match)
         )
         response.status_code = 201 if is_new else 200
-        before = None if is_new else await services.in_thread(tenant.name, _text_before, store, tenant.name, document)
-        return await _stored(services, tenant, document, response, draft, before)
+        return await _stored(services, tenant, document, response, draft, is_new=is_new)
 
     @routes.patch(
         ROUTE + "/{document_id:path}", dependencies=NO_VERB, response_model_exclude_unset=True, responses=CHANGED
@@ -195,27 +192,15 @@ async def _stored(
     document: StoredDocument,
     response: Response,
     draft: DocumentDraft,
-    before: str | None = None,
+    *,
+    is_new: bool = True,
 ) -> DocumentObject:
-    """Updates the cache after a document was stored, in place of a text with the label `before`; describes it."""
+    """Updates the cache after a document was stored, and describes it."""
     response.headers["ETag"] = _etag(document)
     await asyncio.shield(apply_draft(services, tenant.name, document, draft))
     await drop_superseded(services)
-    if before is None:
-        return DocumentObject.of(document)
-    text = Document(draft.text, draft.title, document.id)
-    if (counted := await count_kept(services, tenant.name, before, text)) is None:
-        return DocumentObject.of(document)
-    return DocumentObject.of(document, tokens=counted.num_tokens, kept_tokens=counted.num_kept)
-
-
-def _text_before(store: DocumentStore, tenant: str, document: StoredDocument) -> str | None:
-    """Returns the label of the text that a document had before it was replaced; None: the same, or it is gone."""
-    try:
-        label = store.get(tenant, document.id, document.version - 1).content.label
-    except UnknownDocument:
-        return None
-    return label if label != document.content.label else None
+    counted = {} if is_new else await count_kept(services, tenant.name, [(document, draft)])
+    return DocumentObject.of(document, **(counted[document.id].described if counted else {}))
 
 
 def _chunk_objects(chunks: Sequence[CachedChunk]) -> list[ChunkObject]:

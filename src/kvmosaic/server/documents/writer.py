@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from kvmosaic.api.document_writer import DocumentWriter
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.extraction import extract_text
-from kvmosaic.server.documents.cached import apply_draft, drop_superseded
+from kvmosaic.server.documents.cached import apply_draft, count_kept, drop_superseded
 from kvmosaic.server.documents.length_check import check_length
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.services import Services
@@ -40,11 +40,16 @@ class ServerWriter(DocumentWriter):
         """Checks that a prompt of this server can hold a document."""
         check_length(self._services.llm, draft, document_id)
 
-    async def update_cache(self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]) -> None:
-        """Pins and ranks chunks as the drafts say, and drops those of replaced texts."""
+    async def update_cache(
+        self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Pins and ranks chunks as the drafts say, drops chunks of replaced texts, and counts what is kept of them."""
         for document, draft in changed:
             await apply_draft(self._services, self.tenant, document, draft)
         await drop_superseded(self._services)
+        replaced = {document.id: (document, draft) for document, draft in changed if document.version > 1}
+        kept = await count_kept(self._services, self.tenant, [*replaced.values()]) if replaced else {}
+        return {document_id: each.described for document_id, each in kept.items()}
 
     def error_of(self, error: Exception) -> ApiError:
         """Returns the error that a client sees; the traceback of an unknown one goes to the log."""

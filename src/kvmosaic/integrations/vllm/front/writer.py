@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -71,8 +71,11 @@ class FrontWriter(DocumentWriter):
                 "with the answer (--max-model-len); store it in parts"
             )
 
-    async def update_cache(self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]) -> None:
-        """Does nothing: vLLM evicts what is no longer read."""
+    async def update_cache(
+        self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]
+    ) -> Mapping[str, Mapping[str, int]]:
+        """Does nothing: vLLM evicts what is no longer read, and does not tell this process what it has cached."""
+        return {}
 
     def error_of(self, error: Exception) -> ApiError:
         """Returns the error that a client sees."""
