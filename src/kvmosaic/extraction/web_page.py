@@ -42,7 +42,7 @@ class WebPage(BeautifulSoup):
     """A page, as the standard library parses it; by itself it nests each `<p>` without an end tag in the one before."""
 
     def handle_starttag(self, name: str, *args: Any, **kwargs: Any) -> Tag | None:
-        """Opens an element, after ending those that end where it begins."""
+        """Opens an element, after the end of the open elements that it ends."""
         if ended := _ENDED.get(name):
             self._end(ended, _BORDERS.get(name, _BORDERS_OF_PARAGRAPHS))
         return super().handle_starttag(name, *args, **kwargs)
