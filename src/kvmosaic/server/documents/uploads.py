@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -32,8 +32,11 @@ from kvmosaic.server.tenants import Tenant, current_tenant
 MAX_LINES = 100_000
 """Maximum number of lines of one upload."""
 MAX_FILES = 1_000
+Lines = Sequence[tuple[int, bytes | None]]
 BATCH_BYTES = 2**20
 """Bytes of lines that are read, checked and stored together."""
+BATCH_LINES = 2_000
+"""Lines that are, so that many short ones do not hold up the event loop."""
 JSON_LINES = ("application/jsonl", "application/x-ndjson", "application/json-lines", "application/x-jsonlines")
 FORM = "multipart/form-data"
 _BODY: dict[str, Any] = {
@@ -167,7 +170,7 @@ class Upload:
             await apply_draft(self._services, self._tenant.name, document, draft)
         await drop_superseded(self._services)
 
-    async def _batches(self, request: Request) -> AsyncIterator[list[tuple[int, bytes | None]]]:
+    async def _batches(self, request: Request) -> AsyncIterator[Lines]:
         """Yields the lines of a body, so many at once as are read and stored together.
 
         Raises:
@@ -183,12 +186,14 @@ class Upload:
                     code="body_too_large",
                     headers={"Connection": "close"},
                 )
-            if buffer.num_bytes >= BATCH_BYTES:
-                yield buffer.take()
+            if buffer.num_bytes >= BATCH_BYTES or buffer.num_waiting >= BATCH_LINES:
+                for lines in _parts(buffer.take()):
+                    yield lines
         buffer.finish()
-        yield buffer.take()
+        for lines in _parts(buffer.take()):
+            yield lines
 
-    def _read_lines(self, lines: Sequence[tuple[int, bytes | None]]) -> list[Uploaded]:
+    def _read_lines(self, lines: Lines) -> list[Uploaded]:
         return [self._read_line(number, line) for number, line in lines]
 
     def _read_line(self, number: int, line: bytes | None) -> Uploaded:
@@ -253,6 +258,10 @@ async def file_draft(services: Services, tenant: Tenant, name: str, text: str, *
     return await services.in_thread(
         tenant.name, lambda: accepted(services, read_body(DocumentContent, values, "file"), name)
     )
+
+
+def _parts(lines: Lines) -> Iterator[Lines]:
+    return (lines[start : start + BATCH_LINES] for start in range(0, len(lines), BATCH_LINES))
 
 
 def _json(line: bytes) -> Any:
