@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -10,6 +11,17 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+_DATA = tempfile.mkdtemp(prefix="kvmosaic-data-")
+_PROCESS = os.getpid()
+
+
+@atexit.register
+def _remove_data() -> None:
+    """Removes the data folder of this run; a forked child leaves it."""
+    if os.getpid() == _PROCESS:
+        shutil.rmtree(_DATA, ignore_errors=True)
+
 
 # Read when torch and tokenizers are first imported, and by the processes that tests start. Two workers with one thread
 # each are faster than many threads that wait for each other.
@@ -20,7 +32,7 @@ for name, value in {
     "HF_HUB_OFFLINE": "1",
     # each server of a test has documents of its own, and none are those of the user who runs the tests
     "KVMOSAIC_DOCUMENTS_DIR": "none",
-    "XDG_DATA_HOME": tempfile.mkdtemp(prefix="kvmosaic-data-"),
+    "XDG_DATA_HOME": _DATA,
     # GPU kernels run on the CPU; on a machine with a GPU, set it to 0 to run them there
     "TRITON_INTERPRET": "1",
 }.items():

@@ -213,3 +213,20 @@ def test_key_is_sent_and_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch, 
 def test_help_fits_a_narrow_terminal(command: str) -> None:
     result = CliRunner().invoke(app, ["documents", command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_sync_deletes_no_document_whose_file_is_still_there(server: RunningServer, handbook: Path) -> None:
+    kvmosaic(server, "sync", str(handbook), "--prefix", "h/")
+    (handbook / "letter.docx").unlink()
+    result = kvmosaic(server, "sync", str(handbook), "--prefix", "h/", "--glob", "**/*.md", "--delete", "--json")
+    assert result.exit_code == 0 and counts(result)["deleted"] == 1, result.output
+    assert sorted(stored(server)) == ["h/ferry.md", "h/report.pdf", "h/sub/mill.html"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names there are always UTF-8")
+def test_file_whose_name_is_not_utf8_is_refused_and_stops_no_other(server: RunningServer, handbook: Path) -> None:
+    Path(os.fsdecode(os.fsencode(handbook) + b"/bad\xff.txt")).write_text("text")
+    result = kvmosaic(server, "sync", str(handbook), "--json")
+    assert result.exit_code == 1 and counts(result)["stored"] == 4, result.output
+    assert ["rename" in reason for reason in counts(result)["refused"].values()] == [True]  # type: ignore[attr-defined]
+    assert kvmosaic(server, "sync", str(handbook)).exit_code == 1

@@ -20,10 +20,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from sqlalchemy import event
 
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, document_place
 from kvmosaic.documents.database import FILE_NAME, SCHEMA_VERSION
-from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig, KVMosaicError, UnknownDocument
+from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig, InvalidDocument, KVMosaicError, UnknownDocument
 
 TENANT = "default"
 
@@ -350,6 +351,101 @@ def test_a_locked_database_gives_an_error_and_no_half_document(tmp_path: Path, m
         assert text_of(store, "x") == "one"
         other.rollback()
         store.put(TENANT, "x", DocumentDraft("two"))
+
+
+def test_texts_are_read_while_the_database_is_locked_and_their_hits_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmosaic.documents.database.SHORT_SECONDS", 0.05)
+    monkeypatch.setattr("kvmosaic.documents.store.HITS_SECONDS", 0.0)
+    with closing(DocumentStore(tmp_path)) as store, closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        store.create(TENANT, DocumentDraft("one", ttl_seconds=60, refresh_ttl_on_hit=True), "x")
+        store.put(TENANT, "x", DocumentDraft("two", ttl_seconds=60, refresh_ttl_on_hit=True))
+        other.execute("BEGIN IMMEDIATE")
+        assert text_of(store, "x") == "two" and text_of(store, "x", 1) == "one"
+        assert store.usage(TENANT).num_documents == 1
+        other.rollback()
+        store.save()
+    with closing(DocumentStore(tmp_path)) as store:
+        assert store.get(TENANT, "x").hits == 2
+
+
+def test_a_locked_database_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmosaic.documents.database.SHORT_SECONDS", 0.05)
+    store = DocumentStore(tmp_path)
+    store.create(TENANT, DocumentDraft("one"), "x")
+    text_of(store, "x")
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        store.close()
+
+
+@pytest.mark.parametrize("text", ["\0", "a\0b", "a\ud800"])
+def test_what_no_database_can_hold_is_not_found_and_no_failure_of_it(place: Path | str, tenant: str, text: str) -> None:
+    with closing(DocumentStore(place)) as store:
+        store.create(tenant, DocumentDraft("one"), "x")
+        assert store.page(tenant, search=text).documents == ()
+        assert [each.id for each in store.page(tenant, ids=[text, "x"]).documents] == ["x"]
+        for ask in (
+            lambda: store.page(tenant, after=text),
+            lambda: store.get(tenant, text),
+            lambda: store.resolve(tenant, [(text, None)]),
+            lambda: store.delete(tenant, text),
+            lambda: store.set_pinned(tenant, text, True),
+        ):
+            with pytest.raises(UnknownDocument):
+                ask()
+        results = store.put_many(tenant, [(text, DocumentDraft("two")), ("y", DocumentDraft("two"))])
+        assert isinstance(results[0], InvalidDocument) and not isinstance(results[1], KVMosaicError)
+
+
+@pytest.mark.parametrize("fields", [{"title": "a\0b"}, {"metadata": {"k": "\0"}}, {"metadata": {"\0": "v"}}])
+def test_title_and_metadata_hold_no_nul(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDocument, match="NUL"):
+        DocumentDraft("text", **fields)
+
+
+def test_search_ignores_case_in_any_alphabet(tmp_path: Path) -> None:
+    with closing(DocumentStore(tmp_path)) as store:
+        store.create(TENANT, DocumentDraft("x", "ÜBERSEE"), "Éclair")
+        for part in ("éclair", "ÉCLAIR", "übersee", "Über"):
+            assert [each.id for each in store.page(TENANT, search=part).documents] == ["Éclair"], part
+        assert not store.page(TENANT, search="%").documents and not store.page(TENANT, search="_").documents
+
+
+def test_deleted_text_is_not_left_in_the_file(tmp_path: Path) -> None:
+    with closing(DocumentStore(tmp_path)) as store:
+        for number in range(20):
+            store.create(TENANT, DocumentDraft("the secret recipe " * 1_000), str(number))
+    with closing(DocumentStore(tmp_path)) as store:
+        for number in range(20):
+            store.delete(TENANT, str(number))
+    assert b"secret recipe" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_lines_with_the_same_id_are_read_once_each(tmp_path: Path) -> None:
+    drafts = [("same", DocumentDraft(f"text {number}")) for number in range(500)]
+    others = [(f"other {number}", DocumentDraft(f"text {number}")) for number in range(500)]
+    with closing(DocumentStore(tmp_path)) as store:
+        store.put_many(TENANT, others)
+        rows = _count_read_rows(store, lambda: store.put_many(TENANT, [*drafts[:250], *others[:250]]))
+        assert store.get(TENANT, "same").version == 250 and text_of(store, "same") == "text 249"
+        store.check_invariants()
+    assert rows < 20_000
+
+
+def _count_read_rows(store: DocumentStore, act: Callable[[], object]) -> int:
+    """The parameters of all statements of a call, of which each id that is read is one."""
+    count = 0
+
+    def note(*given: Any) -> None:
+        nonlocal count
+        parameters = given[3]
+        count += len(parameters) if isinstance(parameters, tuple) else sum(map(len, parameters))
+
+    event.listen(store._database._engine, "before_cursor_execute", note)
+    act()
+    return count
 
 
 def test_without_a_setting_documents_are_in_the_users_data_folder(

@@ -82,5 +82,32 @@ def test_pdf_with_a_stream_that_unpacks_to_much_is_refused_or_read() -> None:
 
 
 def test_deeply_nested_page_is_refused() -> None:
-    with pytest.raises(InvalidDocument, match="memory or time"):
+    with pytest.raises(InvalidDocument, match="nested too deeply"):
         extract_text(b"<div>" * 20_000, "a.html")
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<p>one<p>two", "one\n\ntwo"),
+        ("<p>one<h2>Two</h2>", "one\n\n## Two"),
+        ("<ul><li>one<li>two<ul><li>inner<li>last</ul><li>three</ul>", "* one\n* two\n  + inner\n  + last\n* three"),
+        ("<dl><dt>a<dd>b<dt>c<dd>d</dl>", "a\n:   b\n\nc\n:   d"),
+        ("<table><tr><th>a<th>b<tr><td>1<td>2</table>", "| a | b |\n| --- | --- |\n| 1 | 2 |"),
+    ],
+)
+def test_elements_without_end_tags_read_like_those_with_them(page: str, text: str) -> None:
+    assert extract_text(page.encode(), "a.html").strip() == text
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<p>word" * 5_000,
+        b"<ul>" + b"<li>word" * 5_000,
+        b"<table>" + b"<tr><td>word<td>2" * 2_000,
+        b"<b>" * 900 + b"word",
+    ],
+)
+def test_long_page_without_end_tags_is_read(page: bytes) -> None:
+    assert "word" in extract_text(page, "a.html")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 MAX_LINES = 100_000
 """Maximum number of lines of one upload."""
 MAX_FILES = 1_000
+Lines = Sequence[tuple[int, bytes | None]]
 BATCH_BYTES = 2**20
 """Bytes of lines that are read, checked and stored together."""
+BATCH_LINES = 2_000
+"""Lines that are, so that many short ones do not hold up the event loop."""
 JSON_LINES = ("application/jsonl", "application/x-ndjson", "application/json-lines", "application/x-jsonlines")
 FORM = "multipart/form-data"
 
@@ -138,7 +141,7 @@ class Upload:
                 assert result is not None
                 self.summary.add(each.refused(writer.error_of(result)))
 
-    async def _batches(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[list[tuple[int, bytes | None]]]:
+    async def _batches(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[Lines]:
         """Yields the lines of a body, so many at once as are read and stored together.
 
         Raises:
@@ -154,12 +157,14 @@ class Upload:
                     code="body_too_large",
                     headers={"Connection": "close"},
                 )
-            if buffer.num_bytes >= BATCH_BYTES:
-                yield buffer.take()
+            if buffer.num_bytes >= BATCH_BYTES or buffer.num_waiting >= BATCH_LINES:
+                for lines in _parts(buffer.take()):
+                    yield lines
         buffer.finish()
-        yield buffer.take()
+        for lines in _parts(buffer.take()):
+            yield lines
 
-    def _read_lines(self, lines: Sequence[tuple[int, bytes | None]]) -> list[Uploaded]:
+    def _read_lines(self, lines: Lines) -> list[Uploaded]:
         return [self._read_line(number, line) for number, line in lines]
 
     def _read_line(self, number: int, line: bytes | None) -> Uploaded:
@@ -220,6 +225,10 @@ async def file_draft(writer: DocumentWriter, name: str, text: str, **fields: Any
     """
     values = {"text": text, "title": PurePosixPath(name).name, "metadata": {"filename": name}, **fields}
     return await writer.in_thread(lambda: writer.accepted(read_body(DocumentContent, values, "file"), name))
+
+
+def _parts(lines: Lines) -> Iterator[Lines]:
+    return (lines[start : start + BATCH_LINES] for start in range(0, len(lines), BATCH_LINES))
 
 
 def _json(line: bytes) -> Any:

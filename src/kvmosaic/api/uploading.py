@@ -9,6 +9,8 @@ from pydantic import Field
 from kvmosaic.api.errors import ErrorDetail
 from kvmosaic.api.fields import Reply
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What some programs write at the beginning of a UTF-8 file."""
 UploadStatus = Literal["stored", "replaced", "refused"]
 
 
@@ -40,6 +42,11 @@ class LineBuffer:
         """Ends the last line, which may have no line break."""
         self._end_line()
 
+    @property
+    def num_waiting(self) -> int:
+        """Lines that can be taken."""
+        return len(self._lines)
+
     def take(self) -> list[tuple[int, bytes | None]]:
         """Returns the whole lines so far that are not blank, with their numbers from 1; None: one that is too long."""
         lines, self._lines, self.num_bytes = self._lines, [], 0
@@ -56,6 +63,8 @@ class LineBuffer:
     def _end_line(self) -> None:
         self.num_lines += 1
         line = bytes(self._rest).strip()
+        if self.num_lines == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK).strip()
         if self._is_skipping or line:
             self._lines.append((self.num_lines, None if self._is_skipping else line))
             self.num_bytes += len(line)

@@ -52,9 +52,13 @@ SCHEMA_VERSION = 1
 NO_FOLDER = "none"
 """The `documents_dir` of documents in memory."""
 logger = logging.getLogger("kvmosaic.documents")
-_BUSY_SECONDS = 30
+_BUSY_SECONDS = 30.0
+SHORT_SECONDS = 1.0
+"""Wait for a busy database before a write that a request can do without, such as that of its hits."""
 _CLOCK_SECONDS = 10.0
 """Seconds after which the clock is saved again: what a reboot or a killed process may add to a time to live."""
+_NETWORK_LIMITS = {"tcp_user_timeout": 30_000, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
+"""Of connections to PostgreSQL: a machine that has vanished is noticed in half a minute, not a quarter of an hour."""
 _TABLES = MetaData()
 
 DOCUMENTS = Table(
@@ -190,39 +194,51 @@ class DocumentDatabase:
                 self._lock.release()
 
     @contextmanager
-    def write(self, tenant: str | None) -> Iterator[Connection]:
+    def write(self, tenant: str | None, *, is_short: bool = False) -> Iterator[Connection]:
         """The only connection that changes documents of this tenant; an error undoes all changes.
 
         Args:
             tenant: None: nothing of a tenant is changed.
+            is_short: whether to wait for a busy database for `SHORT_SECONDS` only.
 
         Raises:
             DocumentStoreUnavailable: the database does not answer, is locked for half a minute, or its disk is full.
         """
+        seconds = SHORT_SECONDS if is_short else _BUSY_SECONDS
+        if not self._lock.acquire(timeout=seconds):
+            raise DocumentStoreUnavailable(
+                f"the stored documents were being written to for {seconds:g} s; try again later"
+            )
         try:
-            with self._lock, self._writing.begin() as connection:
+            with self._writing(seconds).begin() as connection:
+                if is_short and not self.is_sqlite:
+                    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {round(seconds * 1e3)}")
                 if tenant is not None:
                     self._lock_tenant(connection, tenant)
                 yield connection
         except DBAPIError as error:
             raise self._unavailable(error) from None
+        finally:
+            self._lock.release()
 
-    def save_clock(self) -> None:
+    def save_clock(self, *, is_short: bool = False) -> None:
         """Saves how much time has passed, if that is due."""
         if self.is_shared and self.is_sqlite and time.monotonic() >= self._clock_due:
             self._clock_due = time.monotonic() + _CLOCK_SECONDS
-            with self.write(None) as connection:
+            with self.write(None, is_short=is_short) as connection:
                 connection.execute(update(_CLOCK).values(_clock_row(self._clock())))
 
     def close(self) -> None:
-        """Saves the clock and closes all connections."""
+        """Saves the clock, if the database can be written to, and closes all connections."""
         self._clock_due = 0.0
-        self.save_clock()
+        try:
+            self.save_clock(is_short=True)
+        except DocumentStoreUnavailable as error:
+            logger.warning("the clock of stored documents was not saved: %s", error)
         self._engine.dispose()
 
-    @property
-    def _writing(self) -> Engine:
-        return self._engine.execution_options(kvmosaic_writes=True)
+    def _writing(self, seconds: float) -> Engine:
+        return self._engine.execution_options(kvmosaic_writes=seconds)
 
     def _lock_tenant(self, connection: Connection, tenant: str) -> None:
         """Creates the row of a tenant if there is none, and locks it (SQLite has one writer at a time)."""
@@ -234,7 +250,7 @@ class DocumentDatabase:
             connection.execute(row)
 
     def _create_tables(self) -> None:
-        with self._lock, self._writing.begin() as connection:
+        with self._lock, self._writing(_BUSY_SECONDS).begin() as connection:
             if not self.is_sqlite:  # of several servers that start at once, one creates the tables
                 connection.execute(select(func.pg_advisory_xact_lock(SCHEMA_VERSION, 0x6B766D)))
             _TABLES.create_all(connection)
@@ -330,18 +346,26 @@ def _open_sqlite(url: URL) -> Engine:
         connection.isolation_level = None  # transactions begin below
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")  # what was acknowledged is on the disk
+        connection.execute("PRAGMA secure_delete=ON")  # what was deleted is not
+        connection.create_function("lower", 1, _lower, deterministic=True)  # SQLite's own knows ASCII only
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("kvmosaic_writes")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        seconds = connection.get_execution_options().get("kvmosaic_writes")
+        if seconds is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout={round(seconds * 1e3)}")
+        connection.exec_driver_sql("BEGIN" if seconds is None else "BEGIN IMMEDIATE")
 
     return engine
 
 
+def _lower(text: Any) -> Any:
+    return text.lower() if isinstance(text, str) else text
+
+
 def _open_postgresql(url: URL) -> Engine:
     try:
-        connect_args = {"connect_timeout": 10, "application_name": "kvmosaic"}
+        connect_args = {"connect_timeout": 10, "application_name": "kvmosaic"} | _NETWORK_LIMITS
         return create_engine(url, pool_pre_ping=True, connect_args=connect_args)
     except ModuleNotFoundError:
         raise InvalidConfig("documents_url needs the package psycopg; pip install 'kvmosaic[postgres]'") from None

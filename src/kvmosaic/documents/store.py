@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -42,7 +43,7 @@ from kvmosaic.documents.stored import (
     TextHead,
 )
 from kvmosaic.documents.text_index import TextIndex
-from kvmosaic.errors import DocumentChanged, DocumentExists, KVMosaicError, UnknownDocument
+from kvmosaic.errors import DocumentChanged, DocumentExists, DocumentStoreUnavailable, KVMosaicError, UnknownDocument
 from kvmosaic.prompt.document_id import check_id
 
 MAX_SUPERSEDED = 100_000
@@ -53,6 +54,7 @@ GRACE_SECONDS = 600.0
 HITS_SECONDS = 5.0
 """Seconds after which hits are written to the database."""
 MAX_SEARCH_CHARACTERS = 256
+logger = logging.getLogger("kvmosaic.documents")
 _USAGE = (TENANTS.c.num_documents, TENANTS.c.num_bytes, TENANTS.c.last_change)
 _BATCH = 500
 """Ids in one statement."""
@@ -199,18 +201,20 @@ class DocumentStore:
         stored = dict[str, StoredDocument]()
         with self._changes(tenant) as (changes, connection):
             for start in range(0, len(named), _BATCH):
-                read = set[str]()
+                names = [name for name, _ in named[start : start + _BATCH] if _is_storable(name)]
+                changes.read(list(dict.fromkeys(names)))
+                put = set[str]()
                 for index, (document_id, draft) in enumerate(named[start : start + _BATCH], start):
-                    if not read or document_id in read:
-                        read = set()
-                        changes.read([name for name, _ in named[index : start + _BATCH]])
-                    read.add(document_id)
                     try:
-                        changes.put(check_id(document_id), draft)
+                        check_id(document_id)
+                        if document_id in put:
+                            changes.read_again(document_id)
+                        put.add(document_id)
+                        changes.put(document_id, draft)
                     except KVMosaicError as error:
                         refused[index] = error
-                names = [name for index, (name, _) in enumerate(named) if start <= index < start + _BATCH]
-                stored |= self._written(changes, connection, tenant, names)
+                changes.finish()
+                stored |= self._by_id(connection, tenant, names, has_text=False)
         return [refused.get(index) or stored[name] for index, (name, _) in enumerate(named)]
 
     def get(self, tenant: str, document_id: str, version: int | None = None) -> StoredDocument:
@@ -241,10 +245,8 @@ class DocumentStore:
                 if version is not None
             ]
         if earlier and self.version_seconds:
-            with self._database.write(tenant) as connection:
-                for document_id, version in earlier:
-                    expires_at = self._clock() + self.version_seconds
-                    connection.execute(last_used_version(tenant, document_id, version, expires_at))
+            with _tolerated("an earlier text is not kept longer"):
+                self._keep_earlier(tenant, earlier)
         self._hit(tenant, documents)
         return [document.content for document in documents]
 
@@ -284,10 +286,14 @@ class DocumentStore:
         Raises:
             UnknownDocument: the first that is not; see `get`.
         """
-        with self._database.read() as connection:
-            known = self._by_id(connection, tenant, document_ids, has_text=False)
+        known = self.stored_ids(tenant, document_ids)
         if (missing := next((name for name in document_ids if name not in known), None)) is not None:
             raise _unknown(missing)
+
+    def stored_ids(self, tenant: str, document_ids: Sequence[str]) -> set[str]:
+        """Returns those of these ids under which a document is stored."""
+        with self._database.read() as connection:
+            return set(self._by_id(connection, tenant, document_ids, has_text=False))
 
     def page(
         self,
@@ -316,13 +322,15 @@ class DocumentStore:
         """
         number, is_ascending = DOCUMENTS.c.number, order == "asc"
         heads = HEADS.order_by(number if is_ascending else number.desc()).limit(limit + 1)
+        if not _is_storable(search):
+            return DocumentPage((), has_more=False)
         if search:
             part = search[:MAX_SEARCH_CHARACTERS]
             heads = heads.where(
                 or_(DOCUMENTS.c.id.icontains(part, autoescape=True), TEXTS.c.title.icontains(part, autoescape=True))
             )
         if ids is not None:
-            heads = heads.where(DOCUMENTS.c.id.in_(ids))
+            heads = heads.where(DOCUMENTS.c.id.in_(list(filter(_is_storable, ids))))
         with self._database.read() as connection:
             if after is not None:
                 place = _place(connection, tenant, after)
@@ -393,8 +401,13 @@ class DocumentStore:
             changes.update(document_id, **values)
             return self._document(tenant, self._head(connection, tenant, document_id))
 
-    def expire(self, tenant: str | None = None) -> int:
-        """Deletes expired documents and replaced texts, of one tenant or of all; returns the number of documents."""
+    def expire(self, tenant: str | None = None, *, is_short: bool = False) -> int:
+        """Deletes expired documents and replaced texts, of one tenant or of all; returns the number of documents.
+
+        Args:
+            tenant: whose; None: those of all tenants.
+            is_short: whether to wait for a busy database for a second only.
+        """
         now = self._clock()
         with self._database.read() as connection:
             due = {
@@ -406,13 +419,14 @@ class DocumentStore:
             }
         num_documents = 0
         for name in due if tenant is None else due & {tenant}:
-            with self._changes(name) as (changes, _):
+            with self._changes(name, is_short=is_short) as (changes, _):
                 num_documents += changes.num_expired
         return num_documents
 
     def usage(self, tenant: str | None = None) -> StoreUsage:
         """Returns how much a tenant stores, or (None) all tenants together; replaced texts do not count."""
-        self.expire(tenant)
+        with _tolerated("expired documents are still counted"):
+            self.expire(tenant, is_short=True)
         sums = select(*(func.coalesce(func.sum(column), 0) for column in _USAGE))
         with self._database.read() as connection:
             row = connection.execute(sums if tenant is None else sums.where(TENANTS.c.tenant == tenant)).one()
@@ -449,24 +463,34 @@ class DocumentStore:
                 self._in_grace_period.popleft()
             return [text for _, text in self._in_grace_period]
 
-    def save(self) -> None:
-        """Writes hits that are not yet in the database, and its clock."""
+    def save(self, *, is_short: bool = False) -> None:
+        """Writes hits that are not yet in the database, and its clock.
+
+        Args:
+            is_short: whether to wait for a busy database for a second only.
+
+        Raises:
+            DocumentStoreUnavailable: hits that are not written are written the next time.
+        """
         with self._lock:
             hits, self._hits = self._hits, {}
             self._hits_written_at = time.monotonic()
         by_tenant = dict[str, list[tuple[str, _Hits]]]()
         for (tenant, document_id), counted in hits.items():
             by_tenant.setdefault(tenant, []).append((document_id, counted))
-        for tenant, counts in by_tenant.items():
-            with self._database.write(tenant) as connection:
-                for document_id, counted in counts:
-                    values = {"hits": DOCUMENTS.c.hits + counted.number, "last_used_at": counted.last_used_at}
-                    connection.execute(update(DOCUMENTS).where(is_one(DOCUMENTS, tenant, document_id)).values(values))
-        self._database.save_clock()
+        try:
+            while by_tenant:
+                tenant, counts = next(iter(by_tenant.items()))
+                self._write_hits(tenant, counts, is_short)
+                del by_tenant[tenant]
+        finally:
+            self._count_again((tenant, *each) for tenant, counts in by_tenant.items() for each in counts)
+        self._database.save_clock(is_short=is_short)
 
     def close(self) -> None:
-        """Writes what is not yet written, and closes the database."""
-        self.save()
+        """Writes what is not yet written, if the database can be written to, and closes it."""
+        with _tolerated("the last hits are lost"):
+            self.save(is_short=True)
         self._database.close()
 
     def check_invariants(self) -> None:
@@ -484,9 +508,9 @@ class DocumentStore:
                 assert {text.id for text in texts} == {row.id for row in rows}
 
     @contextmanager
-    def _changes(self, tenant: str) -> Iterator[tuple[TenantChanges, Connection]]:
+    def _changes(self, tenant: str, *, is_short: bool = False) -> Iterator[tuple[TenantChanges, Connection]]:
         """A transaction that begins by removing what has expired; texts are superseded once it is on the disk."""
-        with self._database.write(tenant) as connection:
+        with self._database.write(tenant, is_short=is_short) as connection:
             changes = TenantChanges(
                 connection,
                 tenant,
@@ -535,7 +559,7 @@ class DocumentStore:
     def _head(self, connection: Connection, tenant: str, document_id: str, match: Match | None = None) -> AnyRow:
         """The row of a document that is stored and matches, without its text."""
         values = {"tenant": tenant, "now": self._clock(), "ids": [document_id]}
-        row = connection.execute(HEADS_BY_ID, values).one_or_none()
+        row = connection.execute(HEADS_BY_ID, values).one_or_none() if _is_storable(document_id) else None
         if row is None:
             raise _unknown(document_id)
         _check_match(document_id, row.version, match)
@@ -545,7 +569,7 @@ class DocumentStore:
         self, connection: Connection, tenant: str, ids: Sequence[str], *, has_text: bool = True
     ) -> dict[str, StoredDocument]:
         """The documents with these ids, as far as they are stored."""
-        found, names = dict[str, StoredDocument](), list(dict.fromkeys(ids))
+        found, names = dict[str, StoredDocument](), list(filter(_is_storable, dict.fromkeys(ids)))
         for start in range(0, len(names), _BATCH):
             values = {"tenant": tenant, "now": self._clock(), "ids": names[start : start + _BATCH]}
             for row in connection.execute(WHOLE_BY_ID if has_text else HEADS_BY_ID, values):
@@ -559,6 +583,19 @@ class DocumentStore:
         if waiting is None:
             return document
         return replace(document, hits=document.hits + waiting.number, last_used_at=waiting.last_used_at)
+
+    def _write_hits(self, tenant: str, counts: Iterable[tuple[str, _Hits]], is_short: bool) -> None:
+        with self._database.write(tenant, is_short=is_short) as connection:
+            for document_id, counted in counts:
+                values = {"hits": DOCUMENTS.c.hits + counted.number, "last_used_at": counted.last_used_at}
+                connection.execute(update(DOCUMENTS).where(is_one(DOCUMENTS, tenant, document_id)).values(values))
+
+    def _count_again(self, unwritten: Iterable[tuple[str, str, _Hits]]) -> None:
+        """Adds hits that could not be written to those since."""
+        with self._lock:
+            for tenant, document_id, counted in unwritten:
+                since = self._hits.setdefault((tenant, document_id), _Hits(0, counted.last_used_at))
+                since.number += counted.number
 
     def _label(self, document_id: str, text_number: int) -> str:
         return label_of(document_id, text_number) if self._has_labels else ""
@@ -578,14 +615,26 @@ class DocumentStore:
                 if document.refresh_ttl_on_hit and document.expires_at is not None:
                     restarted.append(document)
             is_due = time.monotonic() - self._hits_written_at >= HITS_SECONDS
-        if restarted:
-            with self._database.write(tenant) as connection:
-                for document in restarted:
-                    which = is_one(DOCUMENTS, tenant, document.id)
-                    expires_at = self._clock() + (document.ttl_seconds or 0)
-                    connection.execute(update(DOCUMENTS).where(which).values(expires_at=expires_at))
-        if is_due:
-            self.save()
+        with _tolerated("hits are not counted yet"):
+            if restarted:
+                self._restart(tenant, restarted)
+            if is_due:
+                self.save(is_short=True)
+
+    def _restart(self, tenant: str, documents: Iterable[StoredDocument]) -> None:
+        """Lets the TTL of documents begin anew."""
+        with self._database.write(tenant, is_short=True) as connection:
+            for document in documents:
+                expires_at = self._clock() + (document.ttl_seconds or 0)
+                which = is_one(DOCUMENTS, tenant, document.id)
+                connection.execute(update(DOCUMENTS).where(which).values(expires_at=expires_at))
+
+    def _keep_earlier(self, tenant: str, read: Iterable[tuple[str, int]]) -> None:
+        """Lets replaced texts that were just read by their version live on."""
+        with self._database.write(tenant, is_short=True) as connection:
+            for document_id, version in read:
+                expires_at = self._clock() + self.version_seconds
+                connection.execute(last_used_version(tenant, document_id, version, expires_at))
 
     def _index(self, connection: Connection, tenant: str) -> TextIndex | None:
         """The texts of a tenant, with all changes that any process has made; None: it has stored nothing."""
@@ -611,7 +660,7 @@ def _place(connection: Connection, tenant: str, after: str) -> int:
     digits = after[1:]
     if after.startswith("~") and digits.isascii() and digits.isdigit() and len(digits) <= 18:
         return int(digits)
-    for table in (DOCUMENTS, DELETED):
+    for table in (DOCUMENTS, DELETED) if _is_storable(after) else ():
         number = connection.execute(select(table.c.number).where(is_one(table, tenant, after))).scalar_one_or_none()
         if number is not None:
             return int(number)
@@ -619,6 +668,23 @@ def _place(connection: Connection, tenant: str, after: str) -> int:
         f"after={after!r:.80} is no document of this list; use the last_id or next_after of the reply before, or "
         "start again without it"
     )
+
+
+def _is_storable(text: str) -> bool:
+    """Whether a database can hold this text: PostgreSQL refuses NUL, and no encoding has half characters."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+@contextmanager
+def _tolerated(what: str) -> Iterator[None]:
+    """Logs that a database could not be written to where a request can be answered nevertheless."""
+    try:
+        yield
+    except DocumentStoreUnavailable as error:
+        logger.warning("%s: %s", what, error)
 
 
 def _unknown(document_id: str) -> UnknownDocument:

@@ -86,6 +86,8 @@ class DocumentDraft:
                     f"{MAX_METADATA_VALUE}; look at {key!r:.80}"
                 )
             check_unicode(key + value, InvalidDocument)
+        if any("\0" in text for text in (self.title or "", *self.metadata, *self.metadata.values())):
+            raise InvalidDocument("a document's title or metadata hold a NUL character; remove it")
 
 
 @dataclass(frozen=True, slots=True)

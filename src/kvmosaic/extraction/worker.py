@@ -15,6 +15,8 @@ MAX_TEXT_BYTES = 2**27
 MAX_UNPACKED_BYTES = 2**26
 """Maximum bytes of all files in a DOCX archive."""
 MAX_PAGES = 20_000
+MAX_RECURSION = 5_000
+"""Enough for elements that are nested a thousand deep."""
 REFUSED = 3
 """Exit code: the reason is on standard output."""
 REFUSED_LIMITS = 4
@@ -50,10 +52,11 @@ def read_pdf(content: bytes) -> str:
 
 def read_html(content: bytes) -> str:
     """Returns the text of a web page as Markdown, without scripts, styles, images and addresses of links."""
-    from bs4 import BeautifulSoup
     from markdownify import MarkdownConverter
 
-    soup = BeautifulSoup(content, "html.parser")
+    from kvmosaic.extraction.web_page import WebPage
+
+    soup = WebPage(content, "html.parser")
     for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img"]):
         tag.decompose()
     text: str = MarkdownConverter(heading_style="ATX", strip=["a"], escape_misc=False).convert_soup(soup)
@@ -98,8 +101,10 @@ def main(suffix: str) -> int:
         code, text = 0, READERS[suffix](sys.stdin.buffer.read())
     except Unreadable as error:
         code, text = REFUSED, str(error)
-    except (MemoryError, RecursionError):
+    except MemoryError:
         return REFUSED_LIMITS
+    except RecursionError:
+        code, text = REFUSED, "its parts are nested too deeply; send its text"
     except Exception as error:  # whatever a library raises for a damaged file
         code, text = REFUSED, f"it is damaged ({type(error).__name__})"
     output = text.encode("utf-8", "replace")
@@ -112,6 +117,7 @@ def main(suffix: str) -> int:
 
 def _limit() -> None:
     """Sets the limits of this process, where the system has them."""
+    sys.setrecursionlimit(MAX_RECURSION)
     with suppress(ImportError):
         import resource
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import json
 import socket
@@ -204,6 +206,50 @@ def test_disconnected_client_leaves_what_was_stored(narrow: RunningServer, clien
         connection.sendall(b"POST /v1/documents:batch HTTP/1.1\r\nHost: localhost\r\n")
         connection.sendall(b"Content-Type: application/jsonl\r\nContent-Length: 1000\r\n\r\n{")
     wait_until(lambda: upload(client, b"")["num_stored"] == 0)
+
+
+def test_many_short_lines_do_not_hold_up_the_event_loop(alpha: Client, server: DocumentServer) -> None:
+    longest, is_done = 0.0, False
+
+    async def watch() -> None:
+        nonlocal longest
+        while not is_done:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.thread_time() - before)
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
+    gc.disable()  # it looks at the whole heap of the tests, on any thread
+    try:
+        assert upload(alpha, b"x\n" * 49_000)["num_refused"] == 49_000
+    finally:
+        is_done = True
+        watching.result(60)
+        gc.enable()
+    assert longest < 0.15  # seconds of processor time
+
+
+def test_byte_order_mark_before_the_first_line_is_skipped(alpha: Client) -> None:
+    body = b"\xef\xbb\xbf" + lines_of({"id": "a", "text": "one"}, {"id": "b", "text": "two"})
+    assert upload(alpha, body.replace(b"\n", b"\r\n"))["num_stored"] == 2
+
+
+def test_later_line_of_an_id_counts(alpha: Client) -> None:
+    lines = [{"id": f"d{number % 3}", "text": f"text {number}"} for number in range(30)]
+    assert upload(alpha, lines_of(*lines, {"id": "..", "text": "x"}, {"id": "d0", "text": ""}))["num_refused"] == 2
+    assert [alpha.get(f"/v1/documents/d{index}").json()["text"] for index in range(3)] == [
+        "text 27",
+        "text 28",
+        "text 29",
+    ]
+
+
+def test_file_whose_name_holds_a_nul_is_refused_alone(alpha: Client) -> None:
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="%s.txt"\r\n\r\none\r\n'
+    body = part % b"a\0b" + part % b"good" + b"--x--\r\n"
+    summary = upload(alpha, body, {"Content-Type": "multipart/form-data; boundary=x"})
+    assert [each["status"] for each in summary["data"]] == ["refused", "stored"]
+    assert "NUL" in summary["data"][0]["error"]["message"]
 
 
 @pytest.mark.parametrize("method", ["put", "post", "batch"])

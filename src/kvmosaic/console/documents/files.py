@@ -64,6 +64,17 @@ def read_file(path: Path) -> bytes:
         raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
 
 
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file; a folder that cannot be read now does not say that."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 def hash_of(content: bytes) -> str:
     """Returns the hash under which the server remembers the content of a file."""
     return hashlib.sha256(content).hexdigest()
@@ -76,6 +87,10 @@ def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
         InvalidDocument: it has no text, or cannot be read.
         MissingExtra: it needs a library that is not installed.
     """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidDocument("its name is not UTF-8; rename it") from None
     text = extract_text(content, name)
     values = {"id": name, "title": Path(name).name, "text": text, "metadata": {HASH: hash_of(content)}, **fields}
     return NamedLine.of(name, values)

@@ -14,7 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.documents.files import HASH, FileFields, files_of, hash_of, json_lines, line_of, read_file
+from kvmosaic.console.documents.files import (
+    HASH,
+    FileFields,
+    files_of,
+    hash_of,
+    is_gone,
+    json_lines,
+    line_of,
+    read_file,
+)
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError
 
@@ -74,6 +83,11 @@ class FolderSync:
     """Whether documents are deleted whose files are gone, as far as they came from files."""
     fields: FileFields = field(default_factory=FileFields)
 
+    def gone(self, document_ids: Iterable[str]) -> list[str]:
+        """Those of these documents whose files are gone; a file that the pattern leaves out is still there."""
+        paths = ((each, self.folder / each.removeprefix(self.prefix).lstrip("/")) for each in document_ids)
+        return sorted(each for each, path in paths if is_gone(path))
+
 
 def add_files(
     server: ServerDocuments, paths: Iterable[Path], document_id: str | None, fields: FileFields
@@ -126,8 +140,7 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
 
     with _bar("uploading", len(files)) as bar:
         _upload(server, lines(), counts, bar)
-        gone = [name for name in known if name not in files] if sync.delete else []
-        for name in gone:
+        for name in sync.gone(known.keys() - files.keys()) if sync.delete else ():
             if counts.is_interrupted:
                 break
             server.delete(name)
@@ -190,8 +203,13 @@ def _file_line(
             return None
         return line_of(name, content, fields)
     except (InvalidDocument, MissingExtra) as error:
-        counts.refused[name] = str(error)
+        counts.refused[_shown(name)] = _shown(str(error))
         return None
+
+
+def _shown(text: str) -> str:
+    """A text that may hold bytes of a file's name that are no characters, as it can be printed."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _upload(server: ServerDocuments, lines: Iterator[NamedLine], counts: UploadCounts, bar: Progress) -> None:

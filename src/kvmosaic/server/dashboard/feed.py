@@ -31,6 +31,7 @@ from kvmosaic.server.dashboard.views import (
     usage_view,
 )
 from kvmosaic.server.errors import ApiError
+from kvmosaic.server.metrics.document_totals import DocumentTotals
 from kvmosaic.server.metrics.gauges import look_at_tiers
 from kvmosaic.server.metrics.request_log import MAX_RECORDS, RequestLog, RequestRecord
 from kvmosaic.server.settings import ServerSettings
@@ -153,7 +154,7 @@ class Feed:
         """Subscribes to the records; sends states every `seconds` to at most `max_viewers` streams."""
         self._llm = llm
         self._engine = engine
-        self._document_store = documents
+        self._totals = DocumentTotals(documents)
         self._admission = admission
         self._settings = settings
         self._clock = clock
@@ -186,6 +187,7 @@ class Feed:
         viewer = Viewer(tenant)
         self._viewers.append(viewer)
         try:
+            await self._totals.read({tenant.name})
             if self._telling is None or self._telling.done():
                 self._glance = None  # the snapshot taken for earlier viewers may be old
                 self._telling = asyncio.create_task(self._tell(), name="dashboard-feed")
@@ -230,8 +232,10 @@ class Feed:
             await self._look()
             if self._admission.is_draining:
                 return
+            tenants = {viewer.tenant for viewer in self._viewers}
+            await self._totals.read({tenant.name for tenant in tenants})
             statistics, documents = {}, {}
-            for tenant in {viewer.tenant for viewer in self._viewers}:
+            for tenant in tenants:
                 statistics[tenant] = self._statistics(tenant)
                 documents[tenant] = self._document_totals(tenant.name)
             blocks = await self._blocks()
@@ -333,7 +337,7 @@ class Feed:
 
     def _document_totals(self, tenant: str) -> News:
         """Returns how many documents a tenant has, and their last change, after which lists are read again."""
-        usage = self._document_store.usage(tenant)
+        usage = self._totals.known(tenant)
         return {"total": usage.num_documents, "bytes": usage.num_bytes, "change": usage.last_change}
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from kvmosaic.documents import DocumentStore
+from kvmosaic.errors import DocumentStoreUnavailable
 from kvmosaic.server.documents.cached import drop_superseded
 from kvmosaic.server.services import Services
 
@@ -43,5 +44,7 @@ async def _sweep_always(services: Services, seconds: float) -> None:
         await asyncio.sleep(seconds)
         try:
             await sweep(services)
+        except DocumentStoreUnavailable as error:
+            logger.warning("expired documents are not deleted now: %s", error)
         except Exception:  # the next sweep continues with the rest
             logger.exception("the sweep of stored documents failed")

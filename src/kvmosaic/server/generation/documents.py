@@ -8,10 +8,10 @@ from functools import partial
 
 from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import known_error
-from kvmosaic.api.fields import MAX_NAME
 from kvmosaic.documents import DocumentStore
-from kvmosaic.errors import InvalidPrompt, UnknownDocument
+from kvmosaic.errors import DocumentStoreUnavailable, InvalidPrompt
 from kvmosaic.prompt import Document, Prompt
+from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.server.tenants import Tenant
 
 
@@ -43,20 +43,24 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
 
 def notes_of(store: DocumentStore, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
     """Returns notes on segments of a prompt, by number: texts that were probably meant as ids."""
-    meant = {
-        index: f'this is a text; to use the stored document write {{"id": "{document.text}"}}'
+    short = {
+        index: document.text
         for index, document in enumerate(documents)
-        if document.name is None and _is_stored(store, tenant, document.text)
+        if document.name is None and len(document.text) <= MAX_ID_CHARACTERS
+    }
+    stored = _stored(store, tenant, list(short.values()))
+    meant = {
+        index: f'this is a text; to use the stored document write {{"id": "{text}"}}'
+        for index, text in short.items()
+        if text in stored
     }
     places = enumerate(segment.document for segment in prompt.segments)
     return {place: meant[index] for place, index in places if index in meant} if meant else {}
 
 
-def _is_stored(store: DocumentStore, tenant: Tenant, text: str) -> bool:
-    if len(text) > MAX_NAME:
-        return False
+def _stored(store: DocumentStore, tenant: Tenant, texts: Sequence[str]) -> set[str]:
+    """Those of the texts that are ids of stored documents; none where the database does not answer."""
     try:
-        store.get(tenant.name, text)
-    except UnknownDocument:
-        return False
-    return True
+        return store.stored_ids(tenant.name, texts) if texts else set()
+    except DocumentStoreUnavailable:  # the texts are there, so the request needs no stored document
+        return set()

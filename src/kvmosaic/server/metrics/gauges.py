@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvmosaic import __version__
 from kvmosaic.metrics import Sample, own_names, vllm_names
+from kvmosaic.server.metrics.document_totals import DocumentTotals
 from kvmosaic.tiers import TierStat
 from kvmosaic.tiers.breaker import Breaker, BreakerStat, BreakerState
 from kvmosaic.tuned_settings import SETTINGS
@@ -37,7 +38,7 @@ class ServerReadings:
         self._llm = llm
         self._engine = engine
         self._tenants = list(tenants)
-        self._document_store = documents
+        self._totals = DocumentTotals(documents)
         self._admission = admission
         self._composition = {
             **{name: str(getattr(llm.chunk_cache_config, name)) for name in SETTINGS},
@@ -50,8 +51,12 @@ class ServerReadings:
             "transformers": _version("transformers"),
         }
 
+    async def refresh(self) -> None:
+        """Reads what is not in this process's memory: the numbers of stored documents."""
+        await self._totals.read((None,))
+
     def __call__(self) -> Iterator[Sample]:
-        """Returns all values at this moment."""
+        """Returns all values at this moment; those of stored documents are as of the last `refresh`."""
         engine, figures = self._engine, self._engine.figures
         yield Sample(vllm_names.REQUESTS_RUNNING, engine.num_running)
         yield Sample(vllm_names.REQUESTS_WAITING, engine.num_waiting)
@@ -83,7 +88,7 @@ class ServerReadings:
                 yield Sample(own_names.TENANT_QUOTA, owner.quota_bytes, {"tenant": owner.name})
 
     def _documents(self) -> Iterator[Sample]:
-        usage = self._document_store.usage()
+        usage = self._totals.known(None)
         yield Sample(own_names.DOCUMENTS, usage.num_documents)
         yield Sample(own_names.DOCUMENT_BYTES, usage.num_bytes)
 

@@ -45,6 +45,8 @@ class ServerMetrics:
         self._meters = Meters(self.registry, _COUNTED, constants)
         self.registry.register(SampleCollector(readings, constants))
         ProcessCollector(registry=self.registry)
+        self.refresh = readings.refresh
+        """Reads what a scrape must wait for."""
         for reason in FINISH_REASONS:
             self._meters.add(vllm_names.REQUEST_SUCCESS, 0, finished_reason=reason)
         for action in own_names.ACTIONS:
@@ -163,6 +165,7 @@ def router(counters: ServerMetrics) -> APIRouter:
     )
     async def metrics(request: Request) -> Response:
         """All counters, histograms and fill levels: Prometheus' text format, or OpenMetrics by the Accept header."""
+        await counters.refresh()
         text, content_type = counters.expose(request.headers.get("accept"))
         return Response(text, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 

@@ -163,7 +163,7 @@ class DocumentRoutes:
         if method == "PATCH":
             change = read_body(DocumentChange, body)
             check_evictable(change)
-            return _described(store.set_priority(TENANT, name, change.priority, match))
+            return _described(store.change(TENANT, name, change.values, match))
         if method == "DELETE":
             store.delete(TENANT, name, match)
             return json_reply(DeletedDocument(id=name, object="document.deleted", deleted=True))
