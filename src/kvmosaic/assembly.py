@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from kvmosaic.attention import AttentionBackend
+import torch
+
+from kvmosaic.attention import (
+    AttentionBackend,
+    BackendName,
+    ChosenBackend,
+    PoolName,
+    TorchBackend,
+    choose_backend,
+)
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
+from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
-from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes, free_memory_bytes
+from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.formats import find_format
+from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.prompt.conversation import schemas_of
@@ -24,6 +35,13 @@ from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
 from kvmosaic.tools import ToolRequest, read_tool_request
 from kvmosaic.tuned_settings import PROFILE_NAME
 
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel, SlotStorage, StepRunner
+    from kvmosaic.llama.model import LlamaModel
+
+AnyModel: TypeAlias = "LoadedModel | LlamaModel"
+"""A model of either engine."""
+EngineName = Literal["auto", "transformers", "llama"]
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
 Continuation = str | Sequence[int]
@@ -32,6 +50,8 @@ Settings = TypeVar("Settings")
 
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
+_LLAMA_TOKENS = 32_768
+"""The most tokens of an `auto` chunk cache in llama.cpp, whose masks and compute buffers grow with its cells."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -105,7 +125,7 @@ def continuations_of(
     return [encoder.continuation(item) if isinstance(item, str) else item for item in items]
 
 
-def read_tools(tools: object, choice: object, is_parallel: bool, model: LoadedModel) -> ToolRequest | None:
+def read_tools(tools: object, choice: object, is_parallel: bool, model: EngineModel) -> ToolRequest | None:
     """The tools of a call, functions described by their signatures and docstrings; None without tools.
 
     Raises:
@@ -131,18 +151,18 @@ def bundled_reader() -> Path:
     return Path(__file__).parent / "bundled" / "reader"
 
 
-def profile_place(model: str | Path | LoadedModel) -> Path | None:
+def profile_place(model: str | Path | AnyModel) -> Path | None:
     """The file of a model's profile: in its folder, or beside its file under the name of that file.
 
     None if the model was loaded already or comes from the hub.
     """
-    if isinstance(model, LoadedModel):
+    if not isinstance(model, str | Path):
         return None
     model_format, source = find_format(bundled_reader() if model == BUNDLED_READER else model)
     return model_format.profile_path(source, PROFILE_NAME)
 
 
-def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
+def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
     if model.is_movable:
         return
@@ -157,8 +177,51 @@ def check_movable(model: LoadedModel, config: ChunkCacheConfig) -> None:
         raise not_movable(model, config.position_strategy, config.chunk_context)
 
 
+def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization: str) -> bool:
+    """Whether llama.cpp is to run a model; `auto` takes it if nothing is asked for that it does not do.
+
+    Raises:
+        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers.
+    """
+    wants_numbers = dtype != "auto" or quantization != "none"
+    is_gguf = find_format(name)[0] is FORMATS["gguf"]
+    if engine == "llama" and not is_gguf:
+        raise InvalidConfig(
+            f"engine='llama' runs GGUF files, and {name} is none; give a .gguf file, or take engine='transformers'"
+        )
+    if engine == "llama" and wants_numbers:
+        raise InvalidConfig(
+            f"dtype={dtype!r:.80} and quantization={quantization!r:.80} are for transformers: llama.cpp computes with "
+            "the weights of the file; leave them out, or take engine='transformers'"
+        )
+    is_free = engine == "auto" and not wants_numbers and find_spec("llama_cpp") is not None
+    return is_gguf and (engine == "llama" or is_free)
+
+
+def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:
+    """The attention backend of a model, and why.
+
+    Raises:
+        InvalidConfig: one was asked for that cannot be used here.
+    """
+    if isinstance(model, LoadedModel):
+        return choose_backend(wanted, model.dtype, model.device, has_bias=model.has_bias)
+    if wanted is not None:
+        raise InvalidConfig("attention_backend is for transformers: llama.cpp has its own; leave it out")
+    return ChosenBackend(TorchBackend(), model.engine_name, "its own kernels; our backends are not used")
+
+
+def check_model(model: AnyModel, config: EngineConfig, backend: AttentionBackend) -> SelfCheck:
+    """Compares composed prompts with ordinary ones, as suits the engine."""
+    if isinstance(model, LoadedModel):
+        return run_self_check(model, backend)
+    from kvmosaic.llama.self_check import check_llama
+
+    return check_llama(model, num_threads=config.num_threads or torch.get_num_threads())
+
+
 def build_engine(
-    model: LoadedModel,
+    model: AnyModel,
     config: ChunkCacheConfig,
     engine_config: EngineConfig,
     backend: AttentionBackend | None = None,
@@ -172,6 +235,8 @@ def build_engine(
     """
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
+    if not isinstance(model, LoadedModel):
+        request_blocks = min(request_blocks, -(-_LLAMA_TOKENS // config.block_size))
     chunk_blocks = 1
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
@@ -185,14 +250,36 @@ def build_engine(
         prefix_caching=engine_config.enable_prefix_caching,
         bytes_per_block=bytes_per_block,
     )
-    runner = Runner(model, {"request": request_blocks, "chunk_cache": chunk_blocks}, config.block_size, backend)
+    num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
+    runner = _build_runner(model, num_blocks, config, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
         offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
 
 
-def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes: int) -> int:
+def _build_runner(
+    model: AnyModel,
+    num_blocks: Mapping[PoolName, int],
+    config: ChunkCacheConfig,
+    engine_config: EngineConfig,
+    backend: AttentionBackend | None,
+) -> StepRunner:
+    if isinstance(model, LoadedModel):
+        return Runner(model, num_blocks, config.block_size, backend)
+    from kvmosaic.llama.runner import LlamaRunner
+
+    return LlamaRunner(
+        model,
+        num_blocks,
+        config.block_size,
+        max_moved=min(model.max_positions, num_blocks["chunk_cache"] * config.block_size),
+        num_threads=engine_config.num_threads or torch.get_num_threads(),
+        max_rows=engine_config.max_num_batched_tokens,
+    )
+
+
+def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: int) -> int:
     """Bytes of the chunk cache.
 
     Raises:
@@ -214,19 +301,23 @@ def _chunk_capacity(model: LoadedModel, config: ChunkCacheConfig, request_bytes:
     return allowed - weights - request_bytes
 
 
-def _share_of_free_memory(model: LoadedModel, request_bytes: int) -> int:
+def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
     share = _FREE_SHARE_CPU if model.device.type == "cpu" else _FREE_SHARE_GPU
-    return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
+    size = max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
+    return size if isinstance(model, LoadedModel) else min(size, _LLAMA_TOKENS * model.bytes_per_token())
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _build_offloader(
-    model: LoadedModel, storage: BlockStorage, kv_cache: KVCache, config: TierConfig
-) -> ChunkOffloader:
+def _build_offloader(model: AnyModel, storage: SlotStorage, kv_cache: KVCache, config: TierConfig) -> ChunkOffloader:
+    if config.chunk_codec != "none" and not isinstance(model, LoadedModel):
+        raise InvalidConfig(
+            f"chunk_codec={config.chunk_codec!r} rounds numbers, and chunks of llama.cpp also have positions; leave it "
+            "out, or cache fewer bits by kv_cache_dtype"
+        )
     entries = ChunkEntries(model.fingerprint, storage, config)
     allocate = pinned_bytes if model.device.type == "cuda" else None
     return ChunkOffloader(

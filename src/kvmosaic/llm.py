@@ -13,29 +13,34 @@ import torch
 
 from kvmosaic.assembly import (
     BUNDLED_READER,
+    AnyModel,
     Continuation,
+    EngineName,
     PromptLike,
     build_engine,
     bundled_reader,
+    check_model,
     check_movable,
     check_tiers,
     checked,
+    choose_attention,
     continuations_of,
     profile_place,
     prompts_of,
     read_tools,
+    runs_in_llama,
 )
-from kvmosaic.attention import AttentionBackend, BackendName, choose_backend
+from kvmosaic.attention import AttentionBackend, BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
-from kvmosaic.engine.self_check import SelfCheck, run_self_check
+from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
-from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model import load_model
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
@@ -75,8 +80,10 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | LoadedModel = BUNDLED_READER,
+        model: str | Path | AnyModel = BUNDLED_READER,
         *,
+        engine: EngineName = "auto",
+        kv_cache_dtype: str = "auto",
         dtype: str = "auto",
         device: str = "auto",
         prepack: Prepack = "auto",
@@ -96,6 +103,9 @@ class LLM:
         Args:
             model: a folder, a GGUF file, a name on the Hugging Face hub, "reader" (the small model of this package), or
                 a model that is loaded already (`LoadedModel.from_module` takes any transformers model).
+            engine: "transformers", which dequantizes GGUF files; "llama": llama.cpp, which runs them as they are;
+                "auto": llama.cpp for GGUF files where it is installed.
+            kv_cache_dtype: type of cached keys and values in llama.cpp: "f16" (auto), "f32", "bf16", "q8_0".
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             device: "auto", "cpu", "cuda", "cuda:1", …
             prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
@@ -134,13 +144,22 @@ class LLM:
         found = find_profile(profile_place(model), profile if enable_chunk_cache else False)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
-        if isinstance(model, LoadedModel):
+        self.model: AnyModel
+        if not isinstance(model, str | Path):
             if quantization != "none":
                 raise InvalidConfig(
                     f"quantization is {quantization!r}, but the model is loaded already; give its folder, or load it "
                     "with load_model(..., quantization=...)"
                 )
             self.model = model
+        elif runs_in_llama(model, engine, dtype, quantization):
+            from kvmosaic.llama.model import load_llama
+
+            self.model = load_llama(
+                Path(model).expanduser(),
+                max_positions=self.engine_config.max_model_len,
+                kv_cache_dtype=kv_cache_dtype,
+            )
         else:
             self.model = load_model(
                 bundled_reader() if model == BUNDLED_READER else model,
@@ -156,16 +175,14 @@ class LLM:
         if not self.model.is_movable and not self.chunk_cache_config.says("preamble"):
             # after the rest of a system text, documents would be read elsewhere than they are computed
             self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
-        self.attention = choose_backend(
-            attention_backend, self.model.dtype, self.model.device, has_bias=self.model.has_bias
-        )
+        self.attention = choose_attention(self.model, attention_backend)
         backend = self.attention.backend
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
         if enable_chunk_cache:
             check_movable(self.model, self.chunk_cache_config)
             if self_check:
-                self.self_check = run_self_check(self.model, backend)
+                self.self_check = check_model(self.model, self.engine_config, backend)
                 self.chunk_cache_off_reason = self.self_check.reason
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)

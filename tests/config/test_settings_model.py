@@ -28,6 +28,7 @@ WIDE = {
 """The faces of the library, which name each choice as vLLM's do; a kernel, whose arguments are pointers and strides."""
 OTHER_MEANING = {
     ("bench", "dtype"),  # several dtypes, one after the other
+    ("bench", "engine"),  # compared engines
     ("tune", "profile"),  # the file that is written
     ("tune", "repair"),  # the policies that are tried
     ("eval", "repair"),

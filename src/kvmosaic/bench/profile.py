@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.bench.peers.own import OwnPeer
+from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 
@@ -46,7 +47,9 @@ def profile_answers(
 
     Several batches alternate, `rounds` times, so that compared times are measured at the same moment.
     """
-    clocks = {name: _ModuleClock(peer.llm.model.module) for name in batches}
+    model = peer.llm.model
+    assert isinstance(model, LoadedModel), "peers of ours run transformers"
+    clocks = {name: _ModuleClock(model.module) for name in batches}
     times: dict[str, list[float]] = {name: [] for name in batches}
     for prompts in batches.values():
         for prompt in prompts:

@@ -33,6 +33,14 @@ class ModelConfig:
         help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may "
         "differ.",
     )
+    engine: Literal["auto", "transformers", "llama"] = _model(
+        "auto",
+        help="What computes: transformers, which dequantizes GGUF files, or llama.cpp (llama), which runs them as they "
+        "are; auto: llama.cpp for GGUF files where it is installed.",
+    )
+    kv_cache_dtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = _model(
+        "auto", help="Type of cached keys and values in llama.cpp; auto: f16."
+    )
     tool_format: str = _model(
         "auto",
         choices=("auto", *TOOL_FORMATS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -18,14 +19,14 @@ from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import TierError
 
 if TYPE_CHECKING:
+    from kvmosaic.assembly import AnyModel
     from kvmosaic.engine.self_check import SelfCheck
-    from kvmosaic.layers import LayerSpec
-    from kvmosaic.model import LoadedModel
+    from kvmosaic.layers import LayerShape
     from kvmosaic.rope import Rotation
     from kvmosaic.tiers import Tier
 
 
-def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
+def layer_table(layers: tuple[LayerShape, ...]) -> Table:
     """One row per run of equal layers: heads, rotation, mask, and whether cached keys may be moved.
 
     The slowest turn is the number of tokens after which the slowest pair of dimensions has turned once.
@@ -39,14 +40,14 @@ def layer_table(layers: tuple[LayerSpec, ...]) -> Table:
     return table
 
 
-def memory_table(model: LoadedModel, num_tokens: int, num_blocks: int, block_size: int) -> Table:
+def memory_table(model: AnyModel, num_tokens: int, num_blocks: int, block_size: int) -> Table:
     """Bytes of keys and values: per token, and for a prompt of this many tokens in this many blocks."""
     per_token = model.bytes_per_token()
     stored = [layer for layer in model.layers if layer.is_stored]
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row("one token", Text(f"{size_text(per_token)} = {memory_formula(stored, model.dtype.itemsize)}"))
+    table.add_row("one token", Text(f"{size_text(per_token)} = {memory_formula(stored, per_token)}"))
     size = size_text(per_token * block_size * num_blocks)
     blocks = f"{num_blocks:,} blocks of {block_size} tokens"
     table.add_row("this prompt", Text(f"{size} for {num_tokens:,} tokens in {blocks}"))
@@ -54,8 +55,9 @@ def memory_table(model: LoadedModel, num_tokens: int, num_blocks: int, block_siz
     return table
 
 
-def memory_formula(stored: list[LayerSpec], item_bytes: int) -> str:
+def memory_formula(stored: Sequence[LayerShape], bytes_per_token: int) -> str:
     """Returns how the bytes of one token add up, over the layers that have a KV cache of their own."""
+    item_bytes = f"{bytes_per_token / sum(layer.kept_per_token for layer in stored):g}"
     terms = []
     for (latent, heads, key, value), members in groupby(
         stored, key=lambda layer: (layer.value_in_key, layer.num_kv_heads, layer.key_dim, layer.value_dim)
@@ -85,12 +87,16 @@ def layer_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _kind(layer: LayerSpec) -> tuple[str, ...]:
+def _kind(layer: LayerShape) -> tuple[str, ...]:
+    from kvmosaic.layers import LayerSpec
+
     heads = f"{layer.num_query_heads} / {layer.num_kv_heads}"
     size = str(layer.key_dim) if layer.key_dim == layer.value_dim else f"{layer.key_dim} / {layer.value_dim}"
     shared = "" if layer.is_stored else f", keys of layer {layer.source_layer}"
-    movable = "yes" if layer.is_movable else "no"
     latent = f"{size} latent" if layer.value_in_key else size
+    if not isinstance(layer, LayerSpec):
+        return heads, latent, "of llama.cpp", "", f"{layer.mask}{shared}", "yes"
+    movable = "yes" if layer.is_movable else "no"
     turning = "bias by distance" if layer.bias is not None else rotation_text(layer.rotation)
     return heads, latent, turning, _slowest_turn(layer.rotation), f"{layer.mask}{shared}", movable
 
@@ -158,19 +164,14 @@ def tier_table(answers: dict[Tier, str]) -> Table:
     return table
 
 
-def model_table(name: str, model: LoadedModel, attention: str) -> Table:
+def model_table(name: str, model: AnyModel, attention: str) -> Table:
     """Returns name, kind and size of a model, and its attention backend."""
-    from kvmosaic.model.cpu.int8 import Int8Linear
-
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
-    dtype = str(model.dtype).removeprefix("torch.")
-    rounded = any(isinstance(part, Int8Linear) for part in model.module.modules())
-    packed = ", 8-bit linear layers" if rounded else ", packed linear layers" if model.is_prepacked else ""
-    table.add_row("model", Text(f"{printable(name)} ({type(model.module).__name__})"))
-    table.add_row("parameters", Text(f"{model.num_parameters:,} in {dtype} on {model.device}{packed}"))
+    table.add_row("model", Text(f"{printable(name)} ({model.kind})"))
+    table.add_row("parameters", Text(f"{model.num_parameters:,} {model.weights_text}"))
     if model.num_fused:
         table.add_row("fused", Text(", ".join(f"{count} {kind}" for kind, count in model.num_fused.items())))
     table.add_row("positions", Text(limit))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvmosaic.cache import Chunk, SpanPlan
 from kvmosaic.config import TierConfig
@@ -21,8 +21,11 @@ from kvmosaic.entries import (
 )
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import geometry_of
-from kvmosaic.memory import BlockStorage, ChunkTensors
+from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers import Entry
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import SlotStorage
 
 
 class ChunkSource:
@@ -59,7 +62,7 @@ class ChunkSource:
 class ChunkEntries:
     """Serializes the chunks of one model into entries, and decodes entries into chunks."""
 
-    def __init__(self, fingerprint: str, storage: BlockStorage, config: TierConfig) -> None:
+    def __init__(self, fingerprint: str, storage: SlotStorage, config: TierConfig) -> None:
         """Describes the layout of `storage`.
 
         Raises:

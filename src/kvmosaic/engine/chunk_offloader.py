@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from kvmosaic.cache import Chunk, Key, KVCache, Plan, SpanPlan
@@ -14,8 +15,10 @@ from kvmosaic.engine.chunk_entries import ChunkEntries, ChunkSource
 from kvmosaic.engine.offloaded_keys import OffloadedKeys
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import UnknownChunk
-from kvmosaic.memory import BlockStorage
 from kvmosaic.tiers import ComputeCost, Fetch, Rank, TieredStore
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import SlotStorage
 
 logger = logging.getLogger("kvmosaic")
 
@@ -44,7 +47,7 @@ class ChunkOffloader:
     def __init__(
         self,
         kv_cache: KVCache,
-        storage: BlockStorage,
+        storage: SlotStorage,
         tiered_store: TieredStore[ChunkSource],
         entries: ChunkEntries,
         *,

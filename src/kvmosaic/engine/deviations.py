@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from kvmosaic.layout import Layout, repair_positions
 from kvmosaic.model.runner import Runner, SpanRows
 from kvmosaic.rope import rotate
 
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import StepRunner
+
 LAYER = 1
 _Part = tuple[int, int, int]
 """Consecutive tokens of a chunk: index of its span, first token, and one past the last."""
 
 
-def choose_repair(sequence: Sequence, runner: Runner, max_tokens: int) -> None:
+def choose_repair(sequence: Sequence, runner: StepRunner, max_tokens: int) -> None:
     """Replaces a request's layout by its repaired one, once its signals are measured.
 
     Raises:
@@ -35,6 +39,7 @@ def choose_repair(sequence: Sequence, runner: Runner, max_tokens: int) -> None:
     request, repair = sequence.request, sequence.request.repair
     assert repair is not None
     if "deviation" in repair.signals:
+        assert isinstance(runner, Runner), "other engines refuse policies that measure"
         repair.deviations = measure_deviations(sequence, runner, max_tokens)
     layout = repair.repaired_layout()
     request.layout = layout if request.scoring is None else request.scoring.continued(layout)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
@@ -26,14 +26,15 @@ from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
 from kvmosaic.layout import ChunkContext, Layout
-from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import GrammarCompiler, SamplingParams
 
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel, StepRunner
 
-def capabilities_of(model: LoadedModel, max_positions: int | None) -> EngineCapabilities:
+
+def capabilities_of(model: EngineModel, max_positions: int | None) -> EngineCapabilities:
     """What the engine can do with a model; the reasons are those of the errors that requests get."""
     missing = {
         Capability.MOVE_KEYS: "" if model.is_movable else model.immovable_reason,
@@ -42,7 +43,7 @@ def capabilities_of(model: LoadedModel, max_positions: int | None) -> EngineCapa
         Capability.STRUCTURED_OUTPUT: "" if model.tokenizer is not None else "this model has no tokenizer",
     }
     missing = {capability: reason for capability, reason in missing.items() if reason}
-    return EngineCapabilities("transformers", model.vocab_size, max_positions, missing)
+    return EngineCapabilities(model.engine_name, model.vocab_size, max_positions, missing)
 
 
 logger = logging.getLogger("kvmosaic")
@@ -63,7 +64,7 @@ class Engine(InferenceEngine):
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         kv_cache: KVCache,
         chunk_config: ChunkCacheConfig,
         config: EngineConfig,
@@ -342,6 +343,7 @@ class Engine(InferenceEngine):
         self.is_stopped = True
         if self.offloader is not None:
             self.offloader.tiered_store.close()
+        self.runner.close()
 
     def step(self) -> list[Request]:
         """Runs one forward; returns the requests with new output (tokens, an end, or an error).

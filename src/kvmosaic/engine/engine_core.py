@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,10 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.errors import ChunkCacheFull, EngineError, InvalidSampling, KVMosaicError
-from kvmosaic.model.runner import Runner
 from kvmosaic.sampling import sample
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import StepRunner
 
 _FETCH_SECONDS = 0.005
 """How long a step with nothing to compute waits for chunks from the tiers."""
@@ -37,7 +40,7 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         kv_cache: KVCache,
         scheduler: Scheduler,
         requests: RequestTable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
@@ -11,10 +12,12 @@ from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, NotMovable
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
-from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Placer:
     """Places prompts for one model, by the settings or as a request overrides them."""
 
     def __init__(
-        self, model: LoadedModel, config: ChunkCacheConfig, max_positions: int | None, clock: Callable[[], float]
+        self, model: EngineModel, config: ChunkCacheConfig, max_positions: int | None, clock: Callable[[], float]
     ) -> None:
         """Places prompts of at most `max_positions`.
 
@@ -146,7 +149,7 @@ def _check_offsets(layout: Layout, max_positions: int) -> None:
             )
 
 
-def not_movable(model: LoadedModel, strategy: str, context: ChunkContext) -> NotMovable:
+def not_movable(model: EngineModel, strategy: str, context: ChunkContext) -> NotMovable:
     """The error for settings that move documents on a model that does not allow that."""
     return NotMovable(
         f"position_strategy={strategy!r} with chunk_context={context!r} moves documents, and this model does not allow "

@@ -12,15 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
-from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel
 
 MAX_REPAIRED_DOCUMENTS = 256
 MAX_REPAIR_LOOKS = 2**23
@@ -166,7 +169,7 @@ class QuestionObserver:
         self.repair.note_shares(*self.read_tokens[read_index], shares)
 
 
-def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> RequestRepair | None:
+def repair_of(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool) -> RequestRepair | None:
     """Returns the repair of a request; None if there is nothing to repair.
 
     Raises:
@@ -179,7 +182,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_w
     return RequestRepair(policy, layout, len(model.layers))
 
 
-def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *, has_window: bool) -> str:
+def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool) -> str:
     """Why a request cannot be repaired by this policy, and how to fix it; empty when it can."""
     if isinstance(policy, NoRepair | FullRepair):
         return ""
@@ -203,13 +206,13 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: LoadedModel, *
     return _unsuited(policy, model)
 
 
-def check_model(policy: RepairPolicy, model: LoadedModel) -> None:
+def check_model(policy: RepairPolicy, model: EngineModel) -> None:
     """Raises InvalidRepair if a policy does not support a model."""
     if reason := _unsuited(policy, model):
         raise InvalidRepair(reason)
 
 
-def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
+def _unsuited(policy: RepairPolicy, model: EngineModel) -> str:
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if (reason := model.no_repair_reason) and not isinstance(policy, Temperature):
@@ -218,6 +221,8 @@ def _unsuited(policy: RepairPolicy, model: LoadedModel) -> str:
             "use repair='none', 'full' or 'temperature(t, scale)'"
         )
     needed: frozenset[Signal] = policy.signals
+    if (reason := model.no_scores_reason) and (needed or isinstance(policy, Temperature)):
+        return f"repair={policy} measures or weighs attention, and {reason}; use 'none', 'full' or 'first(k)'"
     if "deviation" in needed and len(model.layers) < 2:
         return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "

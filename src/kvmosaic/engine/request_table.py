@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import TYPE_CHECKING
 
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.errors import InvalidPrompt, UnknownRequest
-from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.sampling import MAX_TOKENS, Answer, SamplingState
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel
 
 
 class RequestTable:
     """Unfinished requests by id, in the order in which they were added; each has one sequence per answer."""
 
-    def __init__(self, model: LoadedModel, max_positions: int | None) -> None:
+    def __init__(self, model: EngineModel, max_positions: int | None) -> None:
         self._model = model
         self._max_positions = max_positions
         self._requests: dict[str, Request] = {}

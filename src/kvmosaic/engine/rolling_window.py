@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvmosaic.cache import BlockPool
 from kvmosaic.errors import InvalidSampling, NotMovable, RequestTooLarge
 from kvmosaic.layout import Layout, RollingWindow
-from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import EngineModel
 
-def window_of(params: SamplingParams, model: LoadedModel) -> RollingWindow | None:
+
+def window_of(params: SamplingParams, model: EngineModel) -> RollingWindow | None:
     """The rolling window that sampling parameters set, if any.
 
     Raises:

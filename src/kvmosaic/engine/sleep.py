@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvmosaic.cache import KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import EngineAsleep, InvalidConfig
-from kvmosaic.model.runner import Runner
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import StepRunner
 
 
 class SleepState:
@@ -14,7 +18,7 @@ class SleepState:
     awake ──begin──▶ falling asleep ──running requests have finished: fall_asleep──▶ asleep ──wake──▶ awake
     """
 
-    def __init__(self, runner: Runner, kv_cache: KVCache, offloader: ChunkOffloader | None) -> None:
+    def __init__(self, runner: StepRunner, kv_cache: KVCache, offloader: ChunkOffloader | None) -> None:
         self.level = 0
         """1 or 2 while it sleeps, or is about to; 0 otherwise."""
         self.refuses = False

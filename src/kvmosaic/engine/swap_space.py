@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvmosaic.cache import BlockId, KVCache
 from kvmosaic.cache.allocation import own_blocks
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.memory import BlockStorage, ChunkTensors
+from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers.cost import EMA, ComputeCost
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.model_runner import SlotStorage
 
 logger = logging.getLogger("kvmosaic")
 
@@ -106,7 +110,7 @@ class SwapSpace:
 
     def __init__(
         self,
-        storage: BlockStorage,
+        storage: SlotStorage,
         kv_cache: KVCache,
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,

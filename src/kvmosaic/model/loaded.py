@@ -115,6 +115,16 @@ class LoadedModel:
         )
 
     @property
+    def engine_name(self) -> str:
+        """What runs it."""
+        return "transformers"
+
+    @property
+    def no_scores_reason(self) -> str:
+        """Why attention cannot be measured or weighed for a repair: it always can."""
+        return ""
+
+    @property
     def immovable_reason(self) -> str:
         """Why cached tokens cannot be used at another position, naming the layers; empty when they can."""
         reasons: dict[str, list[int]] = {}
@@ -172,6 +182,20 @@ class LoadedModel:
     def is_prepacked(self) -> bool:
         """Whether any linear layer is packed."""
         return any(isinstance(part, PackedLinear) for part in self.module.modules())
+
+    @property
+    def kind(self) -> str:
+        """Name of its class."""
+        return type(self.module).__name__
+
+    @property
+    def weights_text(self) -> str:
+        """Type and place of its weights: "in bfloat16 on cpu, packed linear layers"."""
+        from kvmosaic.model.cpu.int8 import Int8Linear
+
+        rounded = any(isinstance(part, Int8Linear) for part in self.module.modules())
+        packed = ", 8-bit linear layers" if rounded else ", packed linear layers" if self.is_prepacked else ""
+        return f"in {str(self.dtype).removeprefix('torch.')} on {self.device}{packed}"
 
     @property
     def num_fused(self) -> Mapping[str, int]:

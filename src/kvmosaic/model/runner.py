@@ -135,6 +135,9 @@ class Runner:
         for storage in self.storages.values():
             storage.wake()
 
+    def close(self) -> None:
+        """Nothing to do: torch frees its memory."""
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks of the request pool, in order: the target of one may be the source of a later one."""
         for copy in copies:

@@ -1,0 +1,151 @@
+"""What the engine needs of a model, of the slots where its keys and values are, and of what runs its steps.
+
+`LoadedModel`, `BlockStorage` and `Runner` are these for transformers, the room `llama` has them for llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvmosaic.attention import PoolName
+    from kvmosaic.cache import BlockCopy
+    from kvmosaic.layers import LayerGeometry, LayerShape
+    from kvmosaic.memory import ChunkTensors
+    from kvmosaic.model.runner import SpanRows
+
+
+class EngineModel(Protocol):
+    """Facts of a model. A reason is empty where there is nothing to explain."""
+
+    @property
+    def engine_name(self) -> str:
+        """What runs it: "transformers", "llama.cpp"."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A transformers tokenizer, or None."""
+
+    @property
+    def layers(self) -> Sequence[LayerShape]:
+        """What each layer stores and sees."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Numbers of a row of logits."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions 0 … max_positions - 1 may be used; None: no limit."""
+
+    @property
+    def max_forward_tokens(self) -> int | None:
+        """max_tokens of one forward; None: no limit."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys and values."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Its identity: keys and values are reused by models with the same one only."""
+
+    @property
+    def frequency_note(self) -> str:
+        """How its rotary frequencies differ from those it was published with."""
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether cached tokens can be used at another position."""
+
+    @property
+    def immovable_reason(self) -> str:
+        """Why cached tokens cannot be used at another position."""
+
+    @property
+    def no_window_reason(self) -> str:
+        """Why a text cannot have a rolling window."""
+
+    @property
+    def no_repair_reason(self) -> str:
+        """Why single tokens of a document cannot be computed again."""
+
+    @property
+    def no_scores_reason(self) -> str:
+        """Why attention cannot be measured or weighed for a repair."""
+
+
+class SlotStorage(Protocol):
+    """Slots of one pool."""
+
+    @property
+    def layers(self) -> tuple[LayerGeometry, ...]:
+        """What is stored of a token, layer by layer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored."""
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+
+    def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
+        """Copies of the first `num_tokens` slots of these blocks; any thread may read blocks that are not written."""
+
+    def get_kv(self, layer_index: int, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Keys [n, G, D] and values [n, G, Dv] of runs of slots in one layer."""
+
+    def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors, *, first_token: int = 0) -> None:
+        """Writes a result of `read_chunk`, from some token on, into the first slots of these blocks."""
+
+
+class StepRunner(Protocol):
+    """Runs the rows of a step."""
+
+    @property
+    def model(self) -> EngineModel:
+        """What it runs."""
+
+    @property
+    def storages(self) -> Mapping[PoolName, SlotStorage]:
+        """The slots of both pools."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pools hold no device memory."""
+
+    def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
+        """Frees the pools' device memory; the contents of these blocks move to host memory."""
+
+    def wake(self) -> None:
+        """Reallocates the memory, with all contents restored; after a failure it may be retried."""
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks of the request pool, in order."""
+
+    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+        """Computes and stores the keys and values of rows; returns [R, V] logits, in order."""
+
+    def close(self) -> None:
+        """Frees what is not freed by itself."""

@@ -1,0 +1,318 @@
+"""The C interface of llama.cpp, through the bindings of llama-cpp-python, which only this module imports."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
+from kvmosaic.llama.state import SequenceState, joined, pack, parse, split
+
+logger = logging.getLogger("kvmosaic.llama")
+
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
+"""Types of cached keys and values, and their numbers in ggml."""
+_SHIFT_CELLS, _SHIFT_SEQUENCES = 1024, 31
+"""Size of the context that moves documents."""
+TESTED = ("0.3.36",)
+"""Versions of llama-cpp-python whose saved sequences and batches these tests have read."""
+INSTALL = "pip install 'kvmosaic[llama]'"
+_LEVELS = {3: logging.INFO, 4: logging.WARNING}
+"""Our levels for those of ggml; it warns of what is no fault here, such as more cells than positions."""
+
+
+@functools.cache
+def bindings() -> Any:
+    """The low-level bindings, initialized; their messages go to our log.
+
+    Raises:
+        UnsupportedModel: llama-cpp-python is not installed, or its version is not one of those tested.
+    """
+    try:
+        library = importlib.import_module("llama_cpp.llama_cpp")
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"llama.cpp is not installed ({error}); {INSTALL}, or take engine='transformers', which dequantizes the "
+            "file"
+        ) from error
+    if version() not in TESTED:
+        logger.warning("llama-cpp-python %s was not tested; tested: %s", version(), ", ".join(TESTED))
+    library.llama_log_set(_log, None)
+    library.llama_backend_init()
+    return library
+
+
+def _write_log(level: int, text: bytes, _: Any) -> None:
+    if message := text.decode("utf-8", "replace").strip(" .\n"):
+        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", message)
+
+
+_log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_write_log)
+"""Kept alive by the module: llama.cpp calls it for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive tokens of one sequence in a forward."""
+
+    token_ids: Sequence[int]
+    position: int
+    sequence: int
+    num_logits: int = 0
+    """Number of tokens at the end that need logits."""
+
+
+class LlamaFile:
+    """A GGUF file loaded by llama.cpp."""
+
+    def __init__(self, path: Path, *, gpu_layers: int = 0) -> None:
+        """Loads it.
+
+        Raises:
+            UnsupportedModel: llama.cpp is missing, or cannot load the file.
+        """
+        library = bindings()
+        params = library.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        self._model = library.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise UnsupportedModel(f"llama.cpp cannot load {path}; its log gives the reason (logger kvmosaic.llama)")
+        self.path = path
+        self.vocab_size: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+        self.max_positions: int = library.llama_model_n_ctx_train(self._model)
+        self.num_layers: int = library.llama_model_n_layer(self._model)
+        self.num_kv_heads: int = library.llama_model_n_head_kv(self._model)
+        self.num_parameters: int = library.llama_model_n_params(self._model)
+        self.num_bytes: int = library.llama_model_size(self._model)
+        self.is_recurrent = bool(
+            library.llama_model_is_recurrent(self._model) or library.llama_model_is_hybrid(self._model)
+        )
+        self.window: int = library.llama_model_n_swa(self._model)
+        self.description = _text(library.llama_model_desc, self._model)
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        library = bindings()
+        vocab = library.llama_model_get_vocab(self._model)
+        return tuple(token for token in range(self.vocab_size) if library.llama_vocab_is_eog(vocab, token))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a plain text as llama.cpp splits it, without special ones."""
+        library, data = bindings(), text.encode()
+        tokens = (library.llama_token * (len(data) + 8))()
+        vocab = library.llama_model_get_vocab(self._model)
+        count = library.llama_tokenize(vocab, data, len(data), tokens, len(tokens), False, False)
+        return list(tokens[: max(count, 0)])
+
+    def close(self) -> None:
+        """Frees it; calling it again is safe."""
+        if self._model:
+            bindings().llama_model_free(self._model)
+            self._model = None
+
+    def context(
+        self,
+        *,
+        num_cells: int,
+        num_sequences: int,
+        num_threads: int,
+        max_rows: int = 2048,
+        cache_type: str = "f16",
+    ) -> LlamaContext:
+        """A context with one memory for all sequences, whose keys and values have this type.
+
+        Raises:
+            ModelError: llama.cpp cannot allocate it.
+        """
+        library = bindings()
+        params = library.llama_context_default_params()
+        params.n_ctx = num_cells
+        params.n_batch = max(max_rows, num_sequences)  # its own check: a row of logits for every sequence
+        params.n_ubatch = max(min(max_rows, 512), num_sequences)
+        params.n_seq_max = num_sequences
+        params.kv_unified = True
+        params.flash_attn_type = 1
+        params.type_k = params.type_v = CACHE_TYPES[cache_type]
+        params.swa_full = True
+        params.n_threads = params.n_threads_batch = num_threads
+        params.no_perf = True
+        context = library.llama_init_from_model(self._model, params)
+        if not context:
+            raise ModelError(f"llama.cpp cannot create a context of {num_cells} tokens; make the caches smaller")
+        open_shifter = partial(self._shifter, num_threads, cache_type)
+        return LlamaContext(context, self.vocab_size, num_sequences, max_rows, open_shifter)
+
+    def _shifter(self, num_threads: int, cache_type: str) -> Shifter:
+        return Shifter(
+            self.context(
+                num_cells=_SHIFT_CELLS + 1,
+                num_sequences=_SHIFT_SEQUENCES + 1,
+                num_threads=num_threads,
+                max_rows=1,
+                cache_type=cache_type,
+            )
+        )
+
+
+class LlamaContext:
+    """A context: forwards, and the memory of its sequences (a `SequenceMemory`)."""
+
+    def __init__(
+        self, context: Any, vocab_size: int, num_sequences: int, max_rows: int, open_shifter: Callable[[], Shifter]
+    ) -> None:
+        self._library = bindings()
+        self._context: Any = context
+        self._memory = self._library.llama_get_memory(context)
+        self._batch = self._library.llama_batch_init(max_rows, 0, 1)
+        self._vocab_size = vocab_size
+        self._open_shifter = open_shifter
+        self._shifter: Shifter | None = None
+        self.num_sequences = num_sequences
+        self.max_rows = max_rows
+
+    def close(self) -> None:
+        """Frees it; calling it again is safe."""
+        if self._shifter is not None:
+            self._shifter.close()
+            self._shifter = None
+        if self._context is not None:
+            self._library.llama_batch_free(self._batch)
+            self._library.llama_free(self._context)
+            self._context = None
+
+    def forward(self, groups: Sequence[Rows]) -> Tensor:
+        """Computes the keys and values of some rows, all of which see what their sequence has at earlier positions.
+
+        Returns:
+            [R, V] logits in float32, of the requested rows in order.
+
+        Raises:
+            ModelError: llama.cpp failed; none of the rows' cells exist.
+        """
+        batch, row, num_logits = self._batch, 0, 0
+        for rows in groups:
+            first_logit = len(rows.token_ids) - rows.num_logits
+            for number, token in enumerate(rows.token_ids):
+                batch.token[row] = token
+                batch.pos[row] = rows.position + number
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = rows.sequence
+                batch.logits[row] = number >= first_logit
+                row += 1
+            num_logits += rows.num_logits
+        batch.n_tokens = row
+        if code := self._library.llama_decode(self._context, batch):
+            for rows in groups:
+                self.untag(rows.sequence, rows.position)
+            raise ModelError(f"llama.cpp failed with code {code} in a forward of {row} tokens")
+        if not num_logits:
+            return torch.empty(0, self._vocab_size)
+        logits = self._library.llama_get_logits(self._context)
+        found = np.ctypeslib.as_array(logits, shape=(num_logits, self._vocab_size))
+        return torch.from_numpy(found.copy())
+
+    def tag(self, source: int, target: int, first: int, last: int) -> None:
+        """See `SequenceMemory`."""
+        self._library.llama_memory_seq_cp(self._memory, source, target, first, last)
+
+    def untag(self, sequence: int, first: int = 0, last: int = -1) -> None:
+        """See `SequenceMemory`."""
+        self._library.llama_memory_seq_rm(self._memory, sequence, first, last)
+
+    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """See `SequenceMemory`. A small context does it: one in which any cell moves rotates all that it has."""
+        if self._shifter is None:
+            self._shifter = self._open_shifter()
+        return self._shifter.shifted(states)
+
+    def shift(self, sequence: int, distance: int) -> None:
+        """Moves the cells of a sequence; their keys are rotated before the next forward."""
+        if distance:
+            self._library.llama_memory_seq_add(self._memory, sequence, 0, -1, distance)
+
+    def save(self, sequence: int) -> bytes:
+        """See `SequenceMemory`."""
+        if self._context is None:
+            raise EngineStopped("the context of llama.cpp is closed")
+        size = self._library.llama_state_seq_get_size(self._context, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        written = self._library.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        if written != size:
+            raise ModelError(f"llama.cpp saved {written} of {size} bytes of a sequence")
+        return bytes(buffer)
+
+    def load(self, sequence: int, state: bytes) -> None:
+        """See `SequenceMemory`."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        read = self._library.llama_state_seq_set_data(self._context, buffer, len(state), sequence)
+        if read != len(state):
+            raise ModelError(f"llama.cpp loaded {read} of {len(state)} bytes of a sequence")
+
+    def last_position(self, sequence: int) -> int:
+        """Highest position of a sequence; -1: it has no cells."""
+        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence))
+
+
+class Shifter:
+    """Moves saved sequences: a small context loads them, shifts them before a forward of one token, and saves them."""
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+
+    def close(self) -> None:
+        """Frees its context."""
+        self._context.close()
+
+    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """Each saved sequence moved by its distance."""
+        parts = [
+            (number, part, distance)
+            for number, (state, distance) in enumerate(states)
+            for part in split(parse(state), _SHIFT_CELLS)
+        ]
+        found: list[list[SequenceState]] = [[] for _ in states]
+        while parts:
+            batch: list[tuple[int, SequenceState, int]] = []
+            room = _SHIFT_CELLS
+            while parts and len(batch) < _SHIFT_SEQUENCES and len(parts[0][1].positions) <= room:
+                room -= len(parts[0][1].positions)
+                batch.append(parts.pop(0))
+            moved = self._shift([(pack(part), distance) for _, part, distance in batch])
+            for (number, _, _), state in zip(batch, moved, strict=True):
+                found[number].append(parse(state))
+        return [pack(joined(each)) for each in found]
+
+    def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        context = self._context
+        try:
+            for sequence, (state, distance) in enumerate(states, 1):
+                context.load(sequence, state)
+                context.shift(sequence, distance)
+            context.forward([Rows([0], 0, 0)])
+            return [context.save(sequence) for sequence in range(1, len(states) + 1)]
+        finally:
+            for sequence in range(len(states) + 1):
+                context.untag(sequence)
+
+
+def version() -> str:
+    """Version of the bindings."""
+    return metadata.version("llama-cpp-python")
+
+
+def _text(function: Any, *arguments: Any) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    function(*arguments, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")

@@ -1,0 +1,174 @@
+"""A GGUF file that llama.cpp runs, as the engine sees it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.layers import LayerShape
+from kvmosaic.layers.geometry import FULL, MaskSpec
+from kvmosaic.llama.library import CACHE_TYPES, LlamaFile, version
+from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
+
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+
+
+@dataclass(eq=False)
+class LlamaModel:
+    """A model with its tokenizer, its layers and its limits. Build it with `load_llama`."""
+
+    file: LlamaFile
+    tokenizer: Any
+    """A transformers tokenizer, made from the file's vocabulary."""
+    layers: tuple[LayerShape, ...]
+    max_positions: int
+    fingerprint: str
+    cache_type: str
+    """Type of cached keys and values."""
+    eos_token_ids: tuple[int, ...]
+    weights_note: str = ""
+    generation_settings: Mapping[str, Any] = field(default_factory=dict)
+    """GGUF files have none."""
+    immovable_reason: str = ""
+    """Why cached tokens cannot be used at another position; empty when they can."""
+
+    engine_name = "llama.cpp"
+    max_forward_tokens = None
+    frequency_note = ""
+    no_repair_reason = ""
+    has_bias = False
+    device = torch.device("cpu")
+    """Where logits are; the weights may be elsewhere."""
+    no_window_reason = "llama.cpp keeps one position per token, and a rolling window moves them"
+    no_scores_reason = "llama.cpp does not give its attention"
+
+    @property
+    def vocab_size(self) -> int:
+        """Numbers of a row of logits."""
+        return self.file.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys; float16 if they are quantized."""
+        return _DTYPES.get(self.cache_type, torch.float16)
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether every layer's keys may be used at another position than the one they were computed at."""
+        return not self.immovable_reason
+
+    @property
+    def kind(self) -> str:
+        """Architecture, size and type as llama.cpp describes them."""
+        return self.file.description
+
+    @property
+    def weights_text(self) -> str:
+        """What runs its weights."""
+        return f"in llama.cpp (llama-cpp-python {version()})"
+
+    @property
+    def num_fused(self) -> Mapping[str, int]:
+        """Modules whose small operations are fused by us: none."""
+        return {}
+
+    @property
+    def num_parameters(self) -> int:
+        """Count of numbers in all weights."""
+        return self.file.num_parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights."""
+        return self.file.num_bytes
+
+    def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of keys and values that one token takes in all layers; with a dtype, if they were of this one."""
+        bits = _BITS[self.cache_type] if dtype is None else 8.0 * dtype.itemsize
+        return int(bits / 8 * sum(layer.numbers_per_token for layer in self.layers))
+
+
+def load_llama(
+    path: Path,
+    *,
+    max_positions: int | None = None,
+    kv_cache_dtype: str = "auto",
+    gpu_layers: int = 0,
+) -> LlamaModel:
+    """Loads a GGUF file into llama.cpp.
+
+    Args:
+        path: of the file.
+        max_positions: the longest sequence to run; None: what the model was trained for.
+        kv_cache_dtype: type of cached keys and values: "f16" (auto), "f32", "bf16", "q8_0".
+        gpu_layers: layers whose weights are on a GPU, if llama.cpp was built for one.
+
+    Raises:
+        ModelNotFound: there is no such file.
+        UnsupportedModel: it is damaged, llama.cpp is missing or cannot run it, or it has states instead of a cache.
+        InvalidConfig: an unknown type, or `max_positions` out of range.
+    """
+    cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
+    if cache_type not in CACHE_TYPES:
+        raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
+    header = read_gguf(path)
+    file = LlamaFile(path, gpu_layers=gpu_layers)
+    if file.is_recurrent:
+        file.close()
+        raise UnsupportedModel(
+            f"{path.name} has recurrent layers ({header.architecture}), whose state is one for all tokens: documents "
+            "cannot be cached apart"
+        )
+    limit = file.max_positions
+    if max_positions is not None and not 1 <= max_positions <= limit:
+        raise InvalidConfig(f"max_positions must be a whole number between 1 and {limit}, got {max_positions!r}")
+    return LlamaModel(
+        file,
+        _tokenizer(header),
+        _layers(header, file),
+        max_positions or limit,
+        _fingerprint(path, cache_type),
+        cache_type,
+        file.end_tokens(),
+        weights_note=f"{file.description} run by llama.cpp (llama-cpp-python {version()})",
+    )
+
+
+def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
+    """Geometry and mask of each layer, as the file states them."""
+    num_heads = int(header.stated("attention.head_count"))
+    head_dim = int(header.stated("embedding_length")) // num_heads
+    key_dim = int(header.stated("attention.key_length") or head_dim)
+    value_dim = int(header.stated("attention.value_length") or head_dim)
+    window = MaskSpec("window", file.window) if file.window else FULL
+    return tuple(
+        LayerShape(index, file.num_kv_heads, key_dim, value_dim, False, index, num_heads, window)
+        for index in range(file.num_layers)
+    )
+
+
+def _tokenizer(header: GgufFile) -> Any:
+    from kvmosaic.model.formats.gguf import weights
+    from kvmosaic.model.transformers_loading import read_tokenizer
+
+    if not weights.has_tokenizer(header):
+        return None
+    with weights.alone(header) as (folder, named):
+        options = {**named, "local_files_only": True, "trust_remote_code": False}
+        return read_tokenizer(str(header.path), folder, {**options, **weights.tokenizer_options(header)})
+
+
+def _fingerprint(path: Path, cache_type: str) -> str:
+    """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
+    digest = blake3(max_threads=blake3.AUTO)
+    digest.update_mmap(str(path))
+    facts = f"kvmosaic-llama-1 {version()} {cache_type} {digest.hexdigest()}"
+    return hashlib.sha256(facts.encode()).hexdigest()

@@ -1,0 +1,319 @@
+"""Runner of llama.cpp: the rows of a step as forwards over its sequences."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import Piece, PoolName
+from kvmosaic.cache import BlockCopy
+from kvmosaic.errors import ModelError
+from kvmosaic.layout import UNWEIGHTED
+from kvmosaic.llama.cells import Cells, NoSequence, SequenceView, SlotRun, Target
+from kvmosaic.llama.library import LlamaContext, Rows
+from kvmosaic.llama.model import LlamaModel
+from kvmosaic.llama.state import SequenceState, parse
+from kvmosaic.llama.storage import LlamaStorage
+from kvmosaic.model.runner import SpanRows
+
+NUM_SEQUENCES = 256
+"""Sequences of a context: the most that llama.cpp allows."""
+_SPARE_CELLS = 1
+"""Cells for the copy of a last token whose position would leave a gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows with consecutive positions that see the same, and where their tokens go."""
+
+    token_ids: Sequence[int]
+    position: int
+    slots: Sequence[int]
+    runs: tuple[SlotRun, ...]
+    num_logits: int
+    after: int | None
+    """The slot of the token before, if it belongs to the same span."""
+    number: int = 0
+    """Its place among all groups of the step."""
+
+    @property
+    def target(self) -> Target:
+        """Where its tokens are written."""
+        return Target(range(self.position, self.position + len(self.token_ids)), self.after)
+
+
+class LlamaRunner:
+    """Runs steps of our engine in llama.cpp.
+
+        rows of a step ──▶ groups that see the same ──▶ a view each ──▶ forwards ──▶ logits
+                           readers of what others write come later
+
+    Slots of both pools are numbered through: first those of requests, then those of chunks.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        num_blocks: Mapping[PoolName, int],
+        block_size: int,
+        *,
+        max_moved: int,
+        num_threads: int,
+        num_sequences: int = NUM_SEQUENCES,
+        max_rows: int = 2048,
+    ) -> None:
+        """Allocates the cells.
+
+        Args:
+            model: what runs.
+            num_blocks: blocks of each pool.
+            block_size: tokens of a block.
+            max_moved: cells for documents that are read elsewhere than they were computed.
+            num_threads: compute threads of llama.cpp.
+            num_sequences: sequences of the context, at most 256.
+            max_rows: maximum rows of one forward.
+
+        Raises:
+            ModelError: llama.cpp cannot allocate the cells.
+        """
+        self.model = model
+        self._block_size = block_size
+        self._offsets: dict[PoolName, int] = {"request": 0, "chunk_cache": num_blocks["request"] * block_size}
+        num_slots = sum(num_blocks.values()) * block_size
+        self._make_context: Callable[[], LlamaContext] = partial(
+            model.file.context,
+            num_cells=num_slots + max_moved + _SPARE_CELLS,
+            num_sequences=num_sequences,
+            num_threads=num_threads,
+            max_rows=max_rows,
+            cache_type=model.cache_type,
+        )
+        self._context = self._make_context()
+        self._cells = Cells(self._context, num_slots, max_moved + _SPARE_CELLS)
+        self._lock = threading.RLock()
+        template = _template(self._context)
+        self.storages: dict[PoolName, LlamaStorage] = {
+            pool: LlamaStorage(
+                self._cells, self._lock, model.layers, self._offsets[pool], num_blocks[pool], block_size, template
+            )
+            for pool in num_blocks
+        }
+        self.is_asleep = False
+
+    def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
+        """Frees the context; the cells of these blocks move to host memory."""
+        blocks: dict[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
+        kept = {slot for pool, ids in blocks.items() for block in ids for slot in self._slots_of(pool, block)}
+        with self._lock:
+            self._cells.free(slot for slot in range(self._cells.num_slots) if slot not in kept)
+            self._cells.save_all()
+            self._context.close()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Allocates the context again; cells come back when they are read."""
+        with self._lock:
+            if self.is_asleep:
+                self._context = self._make_context()
+                self._cells.memory = self._context
+                self.is_asleep = False
+
+    def close(self) -> None:
+        """Frees the context; calling it again is safe."""
+        with self._lock:
+            self._context.close()
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks of the request pool, in order; they share their cells."""
+        with self._lock:
+            for copy in copies:
+                source, target = (self._slots_of("request", block)[0] for block in (copy.source, copy.target))
+                self._cells.copy(source, target, self._block_size)
+
+    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+        """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`."""
+        with self._lock:
+            self.copy(copies)
+            groups = [group for span in spans for group in self._groups(span)]
+            groups = [replace(group, number=number) for number, group in enumerate(groups)]
+            self._cells.free(slot for group in groups for slot in group.slots)
+            logits = [part for _, part in sorted(self._run_groups(groups), key=lambda found: found[0])]
+            return torch.cat(logits) if logits else torch.empty(0, self.model.vocab_size)
+
+    def check_invariants(self) -> None:
+        """Asserts that the cells are consistent; for tests."""
+        self._cells.check_invariants()
+
+    def _slots_of(self, pool: PoolName, block: int) -> range:
+        first = self._offsets[pool] + block * self._block_size
+        return range(first, first + self._block_size)
+
+    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[int, Tensor]]:
+        """Runs groups; gives the number of each and its logits, in parts if it needed more than one forward."""
+        for level in _levels(groups):
+            waiting = list(reversed(level))
+            while waiting:
+                yield from self._forward(self._fill(waiting))
+
+    def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
+        """Takes groups from the end of a list, as many as one forward has rows and sequences for."""
+        taken: list[tuple[_Group, SequenceView]] = []
+        room = self._context.max_rows
+        while waiting and room:
+            group = waiting[-1]
+            try:
+                view = self._cells.take(self._continuous(group), group.target)
+            except NoSequence:
+                if taken:
+                    break
+                raise ModelError(
+                    f"a prompt reads {len(group.runs):,} separate runs of cached tokens, more than llama.cpp's "
+                    f"{self._cells.memory.num_sequences} sequences allow; send fewer documents"
+                ) from None
+            waiting.pop()
+            if len(group.token_ids) > room:
+                group, rest = _cut(group, room)
+                waiting.append(rest)
+            taken.append((group, view))
+            room -= len(group.token_ids)
+            if waiting and waiting[-1].number == group.number:
+                break
+        return taken
+
+    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> Iterator[tuple[int, Tensor]]:
+        rows = [Rows(group.token_ids, group.position, view.sequence, group.num_logits) for group, view in taken]
+        try:
+            logits = self._context.forward(rows)
+        except BaseException:
+            for _, view in taken:
+                self._cells.drop(view)
+            raise
+        first = 0
+        for group, view in taken:
+            self._cells.write(view, group.slots, group.position)
+            self._cells.put_back(view)
+            if group.num_logits:
+                yield group.number, logits[first : first + group.num_logits]
+                first += group.num_logits
+
+    def _groups(self, span: SpanRows) -> Iterator[_Group]:
+        """The rows of a span, cut where positions are not consecutive or rows see something else."""
+        rules = span.rules
+        assert not rules.window and rules.watch is None, "refused when the request was added"
+        slots = [self._offsets[span.pool] + slot for slot in span.slots]
+        positions = rules.positions or range(span.position, span.position + len(slots))
+        own: list[SlotRun] = []
+        numbers = range(len(slots))
+        keys = [(positions[number] - number, self._seen(span, number)) for number in numbers]
+        for (_, runs), members in groupby(numbers, key=lambda number: keys[number]):
+            rows = list(members)
+            first, last = rows[0], rows[-1] + 1
+            seen = (*runs, *own)
+            before = slots[first] - 1
+            is_own = bool(seen) and not seen[-1].is_copied and seen[-1].first + seen[-1].num_tokens - 1 == before
+            yield _Group(
+                span.token_ids[first:last],
+                positions[first],
+                slots[first:last],
+                seen,
+                max(0, min(last, len(slots)) - max(first, len(slots) - span.num_logits)),
+                before if is_own else None,
+            )
+            own.extend(SlotRun(slot, 1) for slot in slots[first:last])
+
+    def _seen(self, span: SpanRows, row: int) -> tuple[SlotRun, ...]:
+        """The runs that a row of a span sees, without rows of its own step."""
+        runs = [run for piece in span.reads for run in self._runs_of(piece, row)]
+        if span.reads_itself:  # its own slot is the last that it reads
+            last = runs.pop()
+            runs.append(last._replace(num_tokens=last.num_tokens - 1))
+        return tuple(run for run in runs if run.num_tokens)
+
+    def _runs_of(self, piece: Piece, row: int) -> Iterator[SlotRun]:
+        """The parts of a piece that a row sees."""
+        assert not piece.follows, "refused when the request was added"
+        first = self._offsets[piece.pool] + piece.first_slot
+        seen = piece.visibility
+        if seen is None:
+            yield SlotRun(first, piece.num_tokens, piece.distance)
+            return
+        assert seen.weight == UNWEIGHTED, "refused when the request was added"
+        count = min(piece.num_tokens, seen.ends[row]) if seen.ends else piece.num_tokens
+        begin = 0
+        for hidden in (*seen.hidden, count):
+            end = min(hidden, count)
+            if begin < end:
+                yield SlotRun(first + begin, end - begin, piece.distance)
+            begin = hidden + 1
+
+    def _continuous(self, group: _Group) -> tuple[SlotRun, ...]:
+        """The runs of a group, such that the last position before its rows is taken.
+
+        llama.cpp refuses rows after a gap. Once a key is rotated, its position is only compared: the last token that
+        the rows see is copied, with the position before them and its key as it is.
+        """
+        if not group.runs:
+            return ()
+        ends = [self._last_position(run) for run in group.runs]
+        last = max(ends)
+        if last == group.position - 1:
+            return group.runs
+        index = ends.index(last)
+        run = group.runs[index]
+        token = SlotRun(run.first + run.num_tokens - 1, 1, run.distance, group.position - 1 - last)
+        rest = run._replace(num_tokens=run.num_tokens - 1)
+        return (*group.runs[:index], rest, *group.runs[index + 1 :], token)
+
+    def _last_position(self, run: SlotRun) -> int:
+        return self._cells.position_of(run.first + run.num_tokens - 1) + run.distance + run.label
+
+
+def _cut(group: _Group, count: int) -> tuple[_Group, _Group]:
+    """The first rows of a group, and the rest, which sees them."""
+    kept_logits = max(0, count - (len(group.token_ids) - group.num_logits))
+    head = replace(group, token_ids=group.token_ids[:count], slots=group.slots[:count], num_logits=kept_logits)
+    rest = replace(
+        group,
+        token_ids=group.token_ids[count:],
+        position=group.position + count,
+        slots=group.slots[count:],
+        runs=(*group.runs, *(SlotRun(slot, 1) for slot in head.slots)),
+        num_logits=group.num_logits - kept_logits,
+        after=head.slots[-1],
+    )
+    return head, rest
+
+
+def _levels(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+    """Groups in the order in which they can run: readers of what others write come after these."""
+    written = sorted((slot, group.number) for group in groups for slot in group.slots)
+    slots = [slot for slot, _ in written]
+    needs: list[set[int]] = []
+    for group in groups:
+        needed: set[int] = set()
+        for run in group.runs:
+            low, high = bisect_left(slots, run.first), bisect_left(slots, run.first + run.num_tokens)
+            needed.update(number for _, number in written[low:high])
+        needs.append(needed)
+    left = set(range(len(groups)))
+    while left:
+        ready = sorted(number for number in left if not needs[number] & left)
+        assert ready, "rows read each other in a circle"
+        yield [groups[number] for number in ready]
+        left.difference_update(ready)
+
+
+def _template(context: LlamaContext) -> SequenceState:
+    """A saved sequence of one token, which tells the form of all."""
+    context.forward([Rows([0], 0, 0)])
+    try:
+        return parse(context.save(0))
+    finally:
+        context.untag(0)

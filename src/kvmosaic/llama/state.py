@@ -1,0 +1,182 @@
+"""Saved sequences of llama.cpp as arrays: the positions of their cells, and the rows of keys and values of each layer.
+
+    header      two numbers
+    memory      streams = 1, number of cells; for each cell position, number of sequences, their ids;
+                whether values are transposed = 0, number of layers;
+                for each layer type, bytes of a row, a row of keys for each cell; then the same for values
+    memory      a second one, in models with sliding windows
+
+llama.cpp's loader never gets bytes from outside: tiers keep rows, and `pack` writes the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvmosaic.errors import UnsupportedModel
+
+_HEADER = struct.Struct("<II")
+_COUNTS = struct.Struct("<II")
+_FLAGS = struct.Struct("<II")
+_LAYER = struct.Struct("<iQ")
+_CELL = struct.Struct("<iII")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Keys, or values, of one layer: their type in ggml, and one row of bytes per cell."""
+
+    kind: int
+    rows: NDArray[np.uint8]
+    """[n, bytes of a row]"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """One memory of a saved sequence."""
+
+    positions: NDArray[np.int32]
+    """[n]"""
+    keys: tuple[LayerRows, ...]
+    values: tuple[LayerRows, ...]
+
+    def take(self, order: Sequence[int] | NDArray[np.int64]) -> MemoryState:
+        """These cells, in this order."""
+        index = np.asarray(order)
+        return MemoryState(
+            self.positions[index],
+            tuple(LayerRows(each.kind, each.rows[index]) for each in self.keys),
+            tuple(LayerRows(each.kind, each.rows[index]) for each in self.values),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceState:
+    """A saved sequence."""
+
+    header: tuple[int, int]
+    memories: tuple[MemoryState, ...]
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each cell; the memories of a sequence have the same cells."""
+        found: list[int] = self.memories[0].positions.tolist()
+        return found
+
+
+def parse(state: bytes) -> SequenceState:
+    """Reads a saved sequence.
+
+    Raises:
+        UnsupportedModel: this version of llama.cpp saves sequences in another form.
+    """
+    try:
+        header, place = _HEADER.unpack_from(state), _HEADER.size
+        memories = []
+        while place < len(state):
+            memory, place = _read_memory(state, place)
+            memories.append(memory)
+    except (struct.error, ValueError) as error:
+        raise UnsupportedModel(f"llama.cpp saved a sequence in an unknown form ({error})") from error
+    return SequenceState((header[0], header[1]), tuple(memories))
+
+
+def pack(state: SequenceState) -> bytes:
+    """Inverse of `parse`."""
+    parts: list[bytes] = [_HEADER.pack(*state.header)]
+    for memory in state.memories:
+        parts.append(_COUNTS.pack(1, len(memory.positions)))
+        if not len(memory.positions):
+            continue
+        parts.extend(_CELL.pack(int(position), 1, state.header[1]) for position in memory.positions)
+        parts.append(_FLAGS.pack(0, len(memory.keys)))
+        for layers in (memory.keys, memory.values):
+            for layer in layers:
+                parts.append(_LAYER.pack(layer.kind, layer.rows.shape[1]))
+                parts.append(layer.rows.tobytes())
+    return b"".join(parts)
+
+
+def split(state: SequenceState, num_cells: int) -> list[SequenceState]:
+    """Parts of at most so many cells, in order."""
+    total = len(state.positions)
+    return [
+        SequenceState(
+            state.header, tuple(memory.take(range(first, min(first + num_cells, total))) for memory in state.memories)
+        )
+        for first in range(0, total, num_cells)
+    ]
+
+
+def joined(states: Sequence[SequenceState]) -> SequenceState:
+    """Saved sequences of one model as one, in order."""
+    return gather([(state, number) for state in states for number in range(len(state.positions))])
+
+
+def gather(cells: Sequence[tuple[SequenceState, int]]) -> SequenceState:
+    """Cells of several saved sequences of one model, each with its number in its own, as one sequence."""
+    states = list(dict.fromkeys(state for state, _ in cells))
+    firsts = dict(zip(states, accumulate((len(state.positions) for state in states), initial=0), strict=False))
+    order = [firsts[state] + number for state, number in cells]
+    memories = tuple(
+        _joined(parts).take(order) if len(parts) > 1 else parts[0].take(order)
+        for parts in zip(*(state.memories for state in states), strict=True)
+    )
+    return SequenceState(states[0].header, memories)
+
+
+def _joined(parts: Sequence[MemoryState]) -> MemoryState:
+    def rows(sides: Iterable[tuple[LayerRows, ...]]) -> tuple[LayerRows, ...]:
+        layers = zip(*sides, strict=True)
+        return tuple(LayerRows(same[0].kind, np.concatenate([each.rows for each in same])) for same in layers)
+
+    return MemoryState(
+        np.concatenate([part.positions for part in parts]),
+        rows(part.keys for part in parts),
+        rows(part.values for part in parts),
+    )
+
+
+def relabelled(state: bytes, offset: int) -> bytes:
+    """A saved sequence with other positions, and the same keys."""
+    found = parse(state)
+    memories = tuple(
+        MemoryState(memory.positions + np.int32(offset), memory.keys, memory.values) for memory in found.memories
+    )
+    return pack(SequenceState(found.header, memories))
+
+
+def _read_memory(state: bytes, place: int) -> tuple[MemoryState, int]:
+    streams, count = _COUNTS.unpack_from(state, place)
+    place += _COUNTS.size
+    if streams != 1:
+        raise ValueError(f"{streams} streams")
+    if not count:
+        return MemoryState(np.zeros(0, np.int32), (), ()), place
+    positions = np.zeros(count, np.int32)
+    for index in range(count):
+        positions[index], num_sequences, _ = _CELL.unpack_from(state, place)
+        if num_sequences != 1:
+            raise ValueError(f"{num_sequences} sequences of a cell")
+        place += _CELL.size
+    transposed, num_layers = _FLAGS.unpack_from(state, place)
+    place += _FLAGS.size
+    if transposed:
+        raise ValueError("transposed values")
+    sides: list[tuple[LayerRows, ...]] = []
+    for _ in range(2):
+        layers = []
+        for _ in range(num_layers):
+            kind, width = _LAYER.unpack_from(state, place)
+            place += _LAYER.size
+            rows = np.frombuffer(state, np.uint8, count * width, place).reshape(count, width)
+            layers.append(LayerRows(kind, rows))
+            place += count * width
+        sides.append(tuple(layers))
+    return MemoryState(positions, sides[0], sides[1]), place

@@ -1,0 +1,148 @@
+"""Keys and values of llama.cpp's cells, as our tiers, our swap space and `get_kv` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import RLock
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.layers import LayerGeometry
+from kvmosaic.llama.cells import Cells
+from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack
+from kvmosaic.memory import ChunkTensors
+
+Rows: TypeAlias = NDArray[np.uint8]
+
+_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of ggml whose rows are plain numbers."""
+_OPAQUE = torch.float16
+"""Quantized rows are kept as they are, two bytes a number."""
+
+
+class LlamaStorage:
+    """Slots of one pool.
+
+    A chunk is its rows of keys and values, layer by layer, and a last layer with the position of each token: a cell has
+    one, and its keys are rotated for it.
+    """
+
+    def __init__(
+        self,
+        cells: Cells,
+        lock: RLock,
+        layers: Sequence[LayerGeometry],
+        first_slot: int,
+        num_blocks: int,
+        block_size: int,
+        template: SequenceState,
+    ) -> None:
+        """Describes the slots of a pool.
+
+        Args:
+            cells: where the slots are.
+            lock: held while the memory is used.
+            layers: geometry of the model's layers, in the order in which they are saved.
+            first_slot: the first of this pool.
+            num_blocks: blocks of this pool.
+            block_size: slots of a block.
+            template: any saved sequence of this model with a cell.
+        """
+        saved = [pair for memory in template.memories for pair in zip(memory.keys, memory.values, strict=True)]
+        self.dtype = _DTYPES.get(saved[0][0].kind, _OPAQUE)
+        self.is_opaque = any(_DTYPES.get(rows.kind) != self.dtype for pair in saved for rows in pair)
+        if self.is_opaque:
+            self.dtype = _OPAQUE
+            layers = [
+                LayerGeometry(index, 1, key.rows.shape[1] // 2, value.rows.shape[1] // 2)
+                for index, (key, value) in enumerate(saved)
+            ]
+        per_position = torch.int32.itemsize // self.dtype.itemsize
+        self.layers = (*layers, LayerGeometry(len(saved), 1, per_position, per_position, value_in_key=True))
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._cells = cells
+        self._lock = lock
+        self._first_slot = first_slot
+        self._template = template
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.dtype.itemsize * sum(layer.numbers_per_token for layer in self.layers) * self.block_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.bytes_per_block * self.num_blocks
+
+    def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
+        """Copies of the first `num_tokens` slots of these blocks; any thread may ask."""
+        return self._read(self._slots(block_ids, num_tokens))
+
+    def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors, *, first_token: int = 0) -> None:
+        """Writes a result of `read_chunk`, from some token on, into the first slots of these blocks."""
+        positions = chunk[-1][0][first_token:].contiguous().view(torch.int32).flatten().tolist()
+        places, layers = np.asarray(positions, np.int32), iter(chunk)
+        memories: list[MemoryState] = []
+        for memory in self._template.memories:
+            keys, values = [], []
+            for key, value in zip(memory.keys, memory.values, strict=True):
+                key_tensor, value_tensor = next(layers)
+                assert value_tensor is not None
+                keys.append(LayerRows(key.kind, _rows(key_tensor[first_token:])))
+                values.append(LayerRows(value.kind, _rows(value_tensor[first_token:])))
+            memories.append(MemoryState(places, tuple(keys), tuple(values)))
+        state = pack(SequenceState(self._template.header, tuple(memories)))
+        with self._lock:
+            self._cells.load(self._slots(block_ids, len(positions)), positions, state)
+
+    def get_kv(self, layer_index: int, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Copies of the keys [n, G, D] and values [n, G, Dv] of runs of slots, in order; see `BlockStorage.get_kv`.
+
+        Raises:
+            InvalidConfig: no such layer, no runs, or keys and values are quantized.
+        """
+        if type(layer_index) is not int or not 0 <= layer_index < len(self.layers) - 1:
+            raise InvalidConfig(
+                f"there is no layer {layer_index!r:.80}; the model has layers 0 to {len(self.layers) - 2}"
+            )
+        if self.is_opaque:
+            raise InvalidConfig("keys and values are quantized, and get_kv gives numbers; use a cache of f16 or f32")
+        if not runs:
+            raise InvalidConfig("get_kv got no runs; a table without tokens has no keys and values")
+        slots = [self._first_slot + first + offset for first, count in runs for offset in range(count)]
+        key, value = self._read(slots)[layer_index]
+        assert value is not None
+        return key, value
+
+    def _read(self, slots: Sequence[int]) -> ChunkTensors:
+        with self._lock:
+            state = self._cells.read(slots)
+        chunk: ChunkTensors = []
+        for memory in state.memories:
+            for key, value in zip(memory.keys, memory.values, strict=True):
+                layer = self.layers[len(chunk)]
+                chunk.append(
+                    (self._tensor(key.rows, layer, layer.key_dim), self._tensor(value.rows, layer, layer.value_dim))
+                )
+        numbers = torch.tensor(state.positions, dtype=torch.int32).view(self.dtype)
+        return [*chunk, (numbers.reshape(len(slots), 1, -1), None)]
+
+    def _tensor(self, rows: Rows, layer: LayerGeometry, width: int) -> Tensor:
+        return torch.from_numpy(rows).view(self.dtype).view(len(rows), layer.num_kv_heads, width)
+
+    def _slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        size = self.block_size
+        return [self._first_slot + block_ids[number // size] * size + number % size for number in range(num_tokens)]
+
+
+def _rows(tensor: Tensor) -> Rows:
+    """The bytes of each token's row, [n, bytes]."""
+    found: Rows = tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1).numpy()
+    return found

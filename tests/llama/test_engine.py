@@ -1,0 +1,150 @@
+"""The llama.cpp engine against llama.cpp itself, and against a dense forward of the same weights."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import chain, permutations
+from pathlib import Path
+
+import pytest
+import torch
+from support.engine_conformance import ask, params
+from support.engines import dense_logits
+from support.llama_engine import RecordingLlamaRunner, llama_engine, llama_reader, reader_file
+
+from kvmosaic.assembly import bundled_reader
+from kvmosaic.engine import Engine
+from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, UnsupportedModel
+from kvmosaic.llama.library import LlamaContext, Rows
+from kvmosaic.llama.model import load_llama
+from kvmosaic.llama.self_check import check_llama
+from kvmosaic.llama.state import relabelled
+from kvmosaic.model import load_model
+from kvmosaic.prompt import Prompt
+
+QUESTION = [5, 300, 11, 700, 9]
+
+
+def documents(seed: int, count: int = 4, length: int = 30) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 3000, (length + number,), generator=generator).tolist() for number in range(count)]
+
+
+def logits_of(engine: Engine, prompt: Prompt, strategy: str = "shared") -> torch.Tensor:
+    """Logits of the first token of the answer."""
+    runner = engine.runner
+    assert isinstance(runner, RecordingLlamaRunner)
+    runner.logits.clear()
+    ask(engine, prompt, params(1), position_strategy=strategy)
+    return next(logits for logits in reversed(runner.logits) if len(logits))[-1]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).pow(2).mean().sqrt() / expected.std())
+
+
+@pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])
+def test_order_of_documents_changes_no_bit_in_shared_positions(cache: str) -> None:
+    engine = llama_engine(llama_reader(kv_cache_dtype=cache))
+    system, chunks = list(range(2, 12)), documents(1, 3)
+    logits_of(engine, Prompt.from_tokens(system, chunks, QUESTION))
+    found = [logits_of(engine, Prompt.from_tokens(system, list(order), QUESTION)) for order in permutations(chunks)]
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_composing_adds_no_error_to_what_llama_cpp_rounds(strategy: str) -> None:
+    """Medians over prompts, beside ordinary prompts of the same length."""
+    reader = load_model(bundled_reader(), dtype="float32")
+    ordinary, composed = [], []
+    for seed in range(6):
+        chunks = documents(seed)
+        for found, prompt in (
+            (ordinary, Prompt.plain([*range(2, 12), *chain(*chunks), *QUESTION])),
+            (composed, Prompt.from_tokens(list(range(2, 12)), chunks, QUESTION)),
+        ):
+            engine = llama_engine(llama_reader())
+            cold, warm = (logits_of(engine, prompt, strategy) for _ in range(2))
+            expected = dense_logits(reader, engine.arrange(prompt, strategy), [0])[0]
+            found.append(max(difference(cold, expected), difference(warm, expected)))
+    assert statistics.median(composed) <= 2 * statistics.median(ordinary), (composed, ordinary)
+
+
+def test_ordinary_prompts_get_the_tokens_of_llama_cpp_itself() -> None:
+    model = llama_reader("Q8_0", "f16")
+    tokens = documents(3, 1, 50)[0]
+    context = model.file.context(num_cells=256, num_sequences=1, num_threads=1)
+    expected: list[int] = []
+    logits = context.forward([Rows(tokens, 0, 0, 1)])
+    for number in range(16):
+        expected.append(int(logits[-1].argmax()))
+        logits = context.forward([Rows(expected[-1:], len(tokens) + number, 0, 1)])
+    context.close()
+    engine = llama_engine(model)
+    assert list(ask(engine, Prompt.plain(tokens), params(16)).outputs[0].token_ids) == expected
+
+
+@pytest.mark.parametrize(("kind", "cache"), [("F16", "f16"), ("Q8_0", "f16"), ("Q4_1", "f16"), ("Q8_0", "q8_0")])
+def test_kinds_of_weights_and_caches_pass_the_self_check(kind: str, cache: str) -> None:
+    check = check_llama(llama_reader(kind, cache), num_threads=2)
+    assert check.passed and check.is_moved, check
+
+
+def test_the_self_check_finds_keys_that_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaContext, "shifted", lambda self, states: [relabelled(*each) for each in states])
+    check = check_llama(llama_reader(), num_threads=1)
+    assert not check.passed and "moved document" in check.reason
+
+
+@pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_answers_after_sleep_are_those_before(cache: str, level: int) -> None:
+    engine = llama_engine(llama_reader(kv_cache_dtype=cache))
+    prompt = Prompt.from_tokens(list(range(2, 12)), documents(5), QUESTION)
+    before = logits_of(engine, prompt, "sequential")
+    engine.sleep(level)
+    while not engine.is_asleep:
+        engine.step()
+    engine.wake()
+    after = logits_of(engine, prompt, "sequential")
+    assert difference(after, before) < 0.02
+
+
+@pytest.mark.parametrize("cache", ["f32", "f16", "bf16", "q8_0"])
+def test_chunks_are_read_and_written_byte_for_byte(cache: str) -> None:
+    engine = llama_engine(llama_reader(kv_cache_dtype=cache))
+    ask(engine, Prompt.from_tokens(list(range(2, 12)), documents(5, 1), QUESTION))
+    storage = engine.runner.storages["chunk_cache"]
+    (chunk,) = engine.kv_cache.chunks()
+    read = storage.read_chunk(chunk.block_ids, chunk.num_tokens)
+    free = range(100, 100 + len(chunk.block_ids))
+    storage.write_chunk(free, read)
+    again = storage.read_chunk(free, chunk.num_tokens)
+    for pair, other in zip(read, again, strict=True):
+        for tensor, same in zip(pair, other, strict=True):
+            assert (tensor is None) == (same is None)
+            if tensor is not None and same is not None:
+                assert torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
+    engine.close()
+
+
+def test_what_llama_cpp_cannot_do_is_refused_with_its_reason() -> None:
+    engine = llama_engine(llama_reader())
+    prompt = Prompt.from_tokens([2, 3], documents(1, 2), QUESTION)
+    with pytest.raises(NotMovable, match="one position per token"):
+        engine.add_request(prompt, params(window_tokens=64, sink_tokens=4))
+    for policy in ("query(0.1)", "deviation(0.1)", "temperature(0.8)"):
+        with pytest.raises(InvalidRepair, match="does not give its attention"):
+            engine.add_request(prompt, params(repair=policy))
+    ask(engine, prompt, params(repair="first(4)"), position_strategy="sequential")
+
+
+def test_models_and_settings_that_cannot_run_are_refused(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(reader_file().read_bytes()[:5000])
+    with pytest.raises(UnsupportedModel):
+        load_llama(damaged)
+    with pytest.raises(InvalidConfig, match="f16"):
+        load_llama(reader_file(), kv_cache_dtype="int3")
+    with pytest.raises(InvalidConfig, match="between 1 and 4096"):
+        load_llama(reader_file(), max_positions=5000)

@@ -1,0 +1,55 @@
+"""Storms of prompts, aborts, evictions, sleep and failing tiers over llama.cpp, with few sequences and small pools."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine.test_edits_storm import prompts_of_edits
+from engine.test_offloader_attacks import MEBIBYTE, Truth, flat, prompts, storm, with_tiers
+from support.llama_engine import llama_engine, llama_reader
+from support.tiers import TroubledTier
+
+from kvmosaic.engine import Engine
+
+ROUNDING = 0.1
+"""Maximum difference of keys and values of about 10: llama.cpp's sums depend on what else is in a forward."""
+
+
+class LlamaTruth(Truth):
+    """What every chunk must be, but for rounding."""
+
+    def check(self, engine: Engine) -> None:
+        storage = engine.runner.storages["chunk_cache"]
+        for chunk in engine.kv_cache.chunks():
+            if chunk.is_ready:
+                found = flat(storage.read_chunk(chunk.block_ids, chunk.num_tokens))
+                for one, other in zip(found, self._chunks[chunk.key], strict=True):
+                    assert (one - other).abs().max() < ROUNDING, f"wrong keys or values in {chunk.key.hex()}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_storm_makes_a_wrong_chunk_or_leaks_anything(seed: int) -> None:
+    model = llama_reader()
+    asked = prompts_of_edits(seed, 20) if seed % 2 else prompts(seed, 25)
+    truth = LlamaTruth(llama_engine(model, blocks=(512, 1024), max_moved=4096, num_sequences=256))
+    for prompt, strategy in asked:
+        truth.ask(prompt, strategy)
+    chance = random.Random(seed + 100)
+    host, disk = TroubledTier("host", is_persistent=False), TroubledTier("disk")
+    for _ in range(2):
+        engine = llama_engine(
+            model,
+            blocks=(30, 26),
+            max_moved=chance.choice([64, 512]),
+            num_sequences=chance.choice([16, 20, 64]),
+            max_rows=chance.choice([8, 64]),
+            prefix_caching=chance.random() < 0.7,
+            engine_options={
+                "max_num_batched_tokens": chance.choice([8, 64]),
+                "max_num_seqs": chance.choice([3, 8]),
+            },
+        )
+        offloader = with_tiers(engine, host, disk, staged=chance.choice([1, 20_000, MEBIBYTE]))
+        storm(engine, offloader, truth, asked, chance, (host, disk))
+    assert host.entries or disk.entries
