@@ -67,6 +67,13 @@ def test_a_change_that_was_meant_for_another_version_is_refused(client: Any) -> 
     assert error_of(client.get("/v1/documents/a")) == (404, "document_not_found")
 
 
+def test_metadata_is_changed_without_a_new_version(client: Any) -> None:
+    client.put("/v1/documents/a", json={"text": "x", "metadata": {"year": "1871"}})
+    changed = client.patch("/v1/documents/a", json={"metadata": {"year": "1872", "place": "Korvai"}})
+    assert (changed.status_code, changed.headers["etag"]) == (200, '"1"'), changed.text
+    assert client.get("/v1/documents/a").json()["metadata"] == {"year": "1872", "place": "Korvai"}
+
+
 def test_posting_makes_an_id_and_takes_none_twice(client: Any) -> None:
     reply = client.post("/v1/documents", json={"text": "x"})
     assert reply.status_code == 201
