@@ -142,10 +142,10 @@ def test_no_field_of_tools_and_calls_writes_control_tokens(family: str, data: st
         if family not in ("mistral", "mistral_args"):  # whose templates count the letters of ids
             call["id"] = h
         messages = [
-            {"role": "user", "content": f"{g}{h}"},
+            {"role": "user", "content": f"{g}{h}" if f"{g}{h}".strip() else "x"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "name": a, "content": f + b},
-            {"role": "user", "content": d},
+            {"role": "user", "content": d if d.strip() else "x"},
         ]
         tokenizer = tool_tokenizer(family)
         encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from kvmosaic.cache.block_pool import BlockId
@@ -144,20 +145,24 @@ class CacheHit:
         return 0 if self.shared is None else self.shared.num_blocks
 
 
-@dataclass(slots=True)
+@dataclass
 class _Draft:
     """A plan under construction."""
 
     layout: Layout
     chain: KeyChain
     distances: dict[int, int]
-    starts: Starts[SpanPlan]
-    """Chunks this plan computes, for later ones that begin alike."""
+    block_size: int
     spans: list[SpanPlan] = field(default_factory=list)
     missing: dict[Key, tuple[Key, bytes]] = field(default_factory=dict)
     """Chunks this plan computes: key -> root and tokens."""
     roots: dict[tuple[int, tuple[View, ...], tuple[int, ...]], Key] = field(default_factory=dict)
     """Roots by what was seen: most chunks of a prompt saw the same, so their root is made and stored once."""
+
+    @cached_property
+    def starts(self) -> Starts[SpanPlan]:
+        """Chunks this plan computes, for later ones that begin alike."""
+        return Starts(self.block_size)
 
     def root(self, index: int) -> Key:
         """Root key of a span: from the keys of earlier spans, which are in the plan by now."""
@@ -210,7 +215,7 @@ class CacheLookup:
             layout,
             chain,
             {view.span: view.distance for view in layout.last.views},
-            Starts(self._chunks.pool.block_size),
+            self._chunks.pool.block_size,
         )
         for index, span in enumerate(layout.spans):
             is_chunk = span.segment.kind is SegmentKind.CHUNK

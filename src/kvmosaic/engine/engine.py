@@ -15,8 +15,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
-from kvmosaic.engine.oversized import OversizedPrompts
-from kvmosaic.engine.placement import PlacedPrompt, Placer
+from kvmosaic.engine.placement import OversizedPrompts, PlacedPrompt, Placer
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of

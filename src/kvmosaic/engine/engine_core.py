@@ -12,7 +12,7 @@ from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import Chunk, KVCache
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.deviations import choose_repair
-from kvmosaic.engine.oversized import OversizedPrompts
+from kvmosaic.engine.placement import OversizedPrompts
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable

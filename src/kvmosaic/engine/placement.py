@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.rolling_window import check_positions
-from kvmosaic.errors import InvalidOffset, NotMovable
+from kvmosaic.errors import InvalidOffset, NotMovable, PromptTooLong
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
@@ -156,3 +157,35 @@ def not_movable(model: EngineModel, strategy: str, context: ChunkContext) -> Not
         f"that ({model.immovable_reason}); use position_strategy='shared' with chunk_context='system', "
         "preamble='all' and find_documents='none', or position_strategy='absolute'"
     )
+
+
+class OversizedPrompts:
+    """Places a prompt as an ordinary one if its chunks can never be in the cache together.
+
+    Asked when a request arrives, and again if it is refused later: pins and quotas may have taken the room meanwhile.
+    """
+
+    def __init__(self, placer: Placer, kv_cache: KVCache, *, is_on: bool) -> None:
+        self._placer = placer
+        self._kv_cache = kv_cache
+        self._is_on = is_on
+
+    def as_ordinary(self, placed: PlacedPrompt) -> tuple[PlacedPrompt, str] | None:
+        """A prompt without room as an ordinary one, and why; None: it has room, or is too long for that, too."""
+        prompt, pool = placed.prompt, self._kv_cache.request_pool
+        if not self._is_on or not prompt.chunks or placed.window is not None:
+            return None
+        num_blocks = self._kv_cache.num_too_large(placed.layout, prompt.salt, prompt.tenant)
+        if num_blocks is None:
+            return None
+        joined = prompt.joined()
+        if pool.blocks_for(joined.num_tokens + 1) > pool.num_blocks:
+            return None
+        try:
+            ordinary = self._placer.place(joined)
+        except PromptTooLong:
+            return None
+        return ordinary, (
+            f"its documents need {num_blocks} blocks of {pool.block_size} tokens, more than the chunk cache has for "
+            "them; computed as an ordinary prompt, in which documents see each other"
+        )

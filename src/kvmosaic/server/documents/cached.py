@@ -16,6 +16,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES, Key, encode_tokens
 from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, label_in
 from kvmosaic.engine import Engine
 from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk, UnknownDocument
+from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document
 from kvmosaic.server.services import Services
 
@@ -159,7 +160,7 @@ async def count_kept(
     for document, draft in short:
         if texts := before.get(labels.get(document.id, "")):
             text = Document(draft.text, draft.title, document.id)
-            kept = await services.in_thread(tenant, _count_kept, services, texts, text)
+            kept = await services.in_thread(tenant, _count_kept, services.llm, texts, text)
             if kept is not None:
                 counted[document.id] = kept
     return counted
@@ -268,14 +269,14 @@ def _texts(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[str, l
     }
 
 
-def _count_kept(services: Services, texts: Sequence[_CachedText], document: Document) -> KeptTokens | None:
+def _count_kept(llm: LLM, texts: Sequence[_CachedText], document: Document) -> KeptTokens | None:
     """Counts the cached tokens of the parts of a document, each after the system text with the most of them."""
     try:
-        chunks = services.llm.encoder.encode_documents([document]).chunks
+        chunks = llm.encoder.encode_documents([document]).chunks
     except InvalidPrompt:
         return None
     parts = [encode_tokens(chunk.token_ids or ()) for chunk in chunks]
-    starts: Starts[_CachedText] = Starts(services.llm.engine.kv_cache.chunk_pool.block_size)
+    starts: Starts[_CachedText] = Starts(llm.chunk_cache_config.block_size)
     for text in texts:
         if text.is_exact:
             starts.add(text)

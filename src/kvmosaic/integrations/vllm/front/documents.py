@@ -98,7 +98,7 @@ class DocumentRoutes:
         if path.startswith(ROUTE):
             return path.removeprefix(ROUTE)[:1] in ("", "/", ":")
         route = next((route for route in (FILES, VECTOR_STORES) if f"{path}/".startswith(f"{route}/")), None)
-        return route is not None and not self._is_owned(route, scope)
+        return route is not None and not self._find_owned(route, scope)
 
     async def __call__(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; a client that is gone gets no reply."""
@@ -110,7 +110,8 @@ class DocumentRoutes:
             reply = error_of(error).reply()
         await reply(scope, receive, send)
 
-    def _is_owned(self, route: str, scope: Scope) -> bool:
+    def _find_owned(self, route: str, scope: Scope) -> bool:
+        """Returns whether vLLM has a route of its own, looked up once."""
         if route not in self._owned:
             routes: Iterable[Any] = getattr(scope.get("app"), "routes", ())
             self._owned[route] = any(str(getattr(each, "path", "")).startswith(route) for each in routes)
