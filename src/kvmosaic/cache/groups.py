@@ -125,35 +125,38 @@ class SharedStart(Generic[TextT_co]):
 class Starts(Generic[TextT]):
     """Finds the text with the longest common prefix among those with the same root.
 
-        root      [ab…, ad…, b…]         find("abc…") is ab… or ad…: the neighbours in the order of tokens
+        root, first block      [ab…, ad…, b…]      find("abc…") is ab… or ad…: the neighbours in the order of tokens
 
     Keys and values of a token are determined by the root and the tokens up to it, so the full blocks of the common
-    prefix are those of a new chunk, too. One entry per text; a lookup takes O(log texts) comparisons.
+    prefix are those of a new chunk, too. One entry per text. A lookup takes O(log n) comparisons among the n texts with
+    the same first block, which are few, unless documents begin alike.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._roots: dict[Key, SortedByTokens[TextT]] = {}
+        self._places: dict[tuple[Key, bytes], SortedByTokens[TextT]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._roots.values()))
+        return sum(map(len, self._places.values()))
 
     def __iter__(self) -> Iterator[TextT]:
-        return (text for texts in self._roots.values() for text in texts)
+        return (text for texts in self._places.values() for text in texts)
 
     def add(self, text: TextT) -> None:
         """Adds a text. Of two with equal tokens only the first is added."""
-        if (texts := self._roots.get(text.root)) is None:
-            self._roots[text.root] = SortedByTokens(text)
+        place = self._place_of(text.root, text.tokens)
+        if (texts := self._places.get(place)) is None:
+            self._places[place] = SortedByTokens(text)
         elif (present := texts.neighbours(text.tokens)[1]) is None or present.tokens != text.tokens:
             texts.add(text)
 
     def discard(self, text: TextT) -> None:
         """Removes a text; safe for an absent one."""
-        if (texts := self._roots.get(text.root)) is not None:
+        place = self._place_of(text.root, text.tokens)
+        if (texts := self._places.get(place)) is not None:
             texts.discard(text)
             if not texts:
-                del self._roots[text.root]
+                del self._places[place]
 
     def find(self, root: Key, tokens: bytes) -> SharedStart[TextT] | None:
         """The longest run of full blocks that a new chunk can share; it computes its last token at least.
@@ -162,7 +165,7 @@ class Starts(Generic[TextT]):
             root: key of what the chunk sees and where it starts.
             tokens: its encoded tokens.
         """
-        if (texts := self._roots.get(root)) is None:
+        if (texts := self._places.get(self._place_of(root, tokens))) is None:
             return None
         best = None
         max_tokens = len(tokens) // TOKEN_BYTES - 1
@@ -177,6 +180,9 @@ class Starts(Generic[TextT]):
         """Tokens in the blocks that a new chunk can share; see `find`."""
         shared = self.find(root, tokens)
         return 0 if shared is None else shared.num_blocks * self._block_size
+
+    def _place_of(self, root: Key, tokens: bytes) -> tuple[Key, bytes]:
+        return root, tokens[: self._block_size * TOKEN_BYTES]
 
 
 @dataclass(slots=True)

@@ -175,6 +175,9 @@ class OversizedPrompts:
         prompt, pool = placed.prompt, self._kv_cache.request_pool
         if not self._is_on or not prompt.chunks or placed.window is not None:
             return None
+        limit = self._placer.max_positions
+        if limit is not None and sum(segment.num_tokens for segment in prompt.segments) > limit:
+            return None  # too long for that, too
         num_blocks = self._kv_cache.num_too_large(placed.layout, prompt.salt, prompt.tenant)
         if num_blocks is None:
             return None
