@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.prefix_entry import SortedByTokens, num_alike
+from kvmosaic.cache.prefix_entry import SortedByTokens, num_alike, unpacked
 
 PlaceT = TypeVar("PlaceT", bound=Hashable)
 MemberT = TypeVar("MemberT", bound=Hashable)
@@ -134,29 +134,36 @@ class Starts(Generic[TextT]):
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._places: dict[tuple[Key, bytes], SortedByTokens[TextT]] = {}
+        self._places: dict[tuple[Key, bytes], TextT | SortedByTokens[TextT]] = {}
+        """The texts with a root and a first block, packed: most have these for themselves."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[TextT]:
-        return (text for texts in self._places.values() for text in texts)
+        return (text for packed in self._places.values() for text in unpacked(packed) or ())
 
     def add(self, text: TextT) -> None:
-        """Adds a text. Of two with equal tokens only the first is added."""
+        """Adds a text, unless it has no full block. Of two with equal tokens only the first is added."""
+        if len(text.tokens) < self._block_size * TOKEN_BYTES:
+            return
         place = self._place_of(text.root, text.tokens)
-        if (texts := self._places.get(place)) is None:
-            self._places[place] = SortedByTokens(text)
+        if (texts := unpacked(self._places.get(place))) is None:
+            self._places[place] = text
         elif (present := texts.neighbours(text.tokens)[1]) is None or present.tokens != text.tokens:
             texts.add(text)
+            self._places[place] = texts
 
     def discard(self, text: TextT) -> None:
         """Removes a text; safe for an absent one."""
         place = self._place_of(text.root, text.tokens)
-        if (texts := self._places.get(place)) is not None:
-            texts.discard(text)
-            if not texts:
-                del self._places[place]
+        if (texts := unpacked(self._places.get(place))) is None:
+            return
+        texts.discard(text)
+        if (packed := texts.packed()) is None:
+            del self._places[place]
+        else:
+            self._places[place] = packed
 
     def find(self, root: Key, tokens: bytes) -> SharedStart[TextT] | None:
         """The longest run of full blocks that a new chunk can share; it computes its last token at least.
@@ -165,7 +172,7 @@ class Starts(Generic[TextT]):
             root: key of what the chunk sees and where it starts.
             tokens: its encoded tokens.
         """
-        if (texts := self._places.get(self._place_of(root, tokens))) is None:
+        if (texts := unpacked(self._places.get(self._place_of(root, tokens)))) is None:
             return None
         best = None
         max_tokens = len(tokens) // TOKEN_BYTES - 1

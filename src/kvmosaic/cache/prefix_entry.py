@@ -177,8 +177,8 @@ class SortedByTokens(Generic[ItemT]):
         return max(bisect_right(self._buckets, tokens, lo=1, key=_first_tokens_of) - 1, 0)
 
 
-def unpacked(kept: PrefixEntry | SortedByTokens[PrefixEntry] | None) -> SortedByTokens[PrefixEntry] | None:
-    """The children, from what `packed` returned; pack them again after a change."""
+def unpacked(kept: ItemT | SortedByTokens[ItemT] | None) -> SortedByTokens[ItemT] | None:
+    """The items, from what `packed` returned; pack them again after a change."""
     return kept if kept is None or isinstance(kept, SortedByTokens) else SortedByTokens(kept)
 
 
