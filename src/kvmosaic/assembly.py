@@ -217,7 +217,7 @@ def check_model(model: AnyModel, config: EngineConfig, backend: AttentionBackend
         return run_self_check(model, backend)
     from kvmosaic.llama.self_check import check_llama
 
-    return check_llama(model, num_threads=config.num_threads or torch.get_num_threads())
+    return check_llama(model, num_threads=_num_threads(config))
 
 
 def build_engine(
@@ -274,9 +274,14 @@ def _build_runner(
         num_blocks,
         config.block_size,
         max_moved=min(model.max_positions, num_blocks["chunk_cache"] * config.block_size),
-        num_threads=engine_config.num_threads or torch.get_num_threads(),
+        num_threads=_num_threads(engine_config),
         max_rows=engine_config.max_num_batched_tokens,
     )
+
+
+def _num_threads(config: EngineConfig) -> int:
+    """Compute threads of llama.cpp: as many as torch has."""
+    return config.num_threads or torch.get_num_threads()
 
 
 def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: int) -> int:

@@ -51,10 +51,6 @@ class EngineModel(Protocol):
         """Tokens that end an answer."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the keys and values."""
-
-    @property
     def device(self) -> torch.device:
         """Where logits are."""
 
@@ -105,10 +101,6 @@ class SlotStorage(Protocol):
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
 
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks; any thread may read blocks that are not written."""

@@ -235,10 +235,6 @@ class Cells:
         while self._views or self._moved or self._stored:
             self._make_room()
 
-    def has_cell(self, slot: int) -> bool:
-        """Whether a slot was written and not freed since."""
-        return self._homes[slot] is not None
-
     def check_invariants(self) -> None:
         """Asserts that slots, homes and sequences agree; for tests."""
         uses: dict[Home, dict[int, int]] = {}

@@ -108,14 +108,6 @@ class LlamaFile:
         vocab = library.llama_model_get_vocab(self._model)
         return tuple(token for token in range(self.vocab_size) if library.llama_vocab_is_eog(vocab, token))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Tokens of a plain text as llama.cpp splits it, without special ones."""
-        library, data = bindings(), text.encode()
-        tokens = (library.llama_token * (len(data) + 8))()
-        vocab = library.llama_model_get_vocab(self._model)
-        count = library.llama_tokenize(vocab, data, len(data), tokens, len(tokens), False, False)
-        return list(tokens[: max(count, 0)])
-
     def close(self) -> None:
         """Frees it; calling it again is safe."""
         if self._model:
@@ -259,10 +251,6 @@ class LlamaContext:
         read = self._library.llama_state_seq_set_data(self._context, buffer, len(state), sequence)
         if read != len(state):
             raise ModelError(f"llama.cpp loaded {read} of {len(state)} bytes of a sequence")
-
-    def last_position(self, sequence: int) -> int:
-        """Highest position of a sequence; -1: it has no cells."""
-        return int(self._library.llama_memory_seq_pos_max(self._memory, sequence))
 
 
 class Shifter:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerShape
@@ -135,7 +133,7 @@ def load_llama(
         _tokenizer(header),
         _layers(header, file),
         max_positions or limit,
-        _fingerprint(path, cache_type),
+        _fingerprint(header, cache_type),
         cache_type,
         file.end_tokens(),
         weights_note=f"{file.description} run by llama.cpp (llama-cpp-python {version()})",
@@ -157,18 +155,14 @@ def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
 
 def _tokenizer(header: GgufFile) -> Any:
     from kvmosaic.model.formats.gguf import weights
-    from kvmosaic.model.transformers_loading import read_tokenizer
 
-    if not weights.has_tokenizer(header):
-        return None
     with weights.alone(header) as (folder, named):
         options = {**named, "local_files_only": True, "trust_remote_code": False}
-        return read_tokenizer(str(header.path), folder, {**options, **weights.tokenizer_options(header)})
+        return weights.read_file_tokenizer(header, folder, options)
 
 
-def _fingerprint(path: Path, cache_type: str) -> str:
+def _fingerprint(header: GgufFile, cache_type: str) -> str:
     """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
-    digest = blake3(max_threads=blake3.AUTO)
-    digest.update_mmap(str(path))
-    facts = f"kvmosaic-llama-1 {version()} {cache_type} {digest.hexdigest()}"
-    return hashlib.sha256(facts.encode()).hexdigest()
+    from kvmosaic.model.formats.gguf.weights import identity
+
+    return identity(header, f"llama.cpp {version()} {cache_type}")

@@ -76,11 +76,6 @@ class LlamaStorage:
         """Bytes of one block over all layers."""
         return self.dtype.itemsize * sum(layer.numbers_per_token for layer in self.layers) * self.block_size
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.bytes_per_block * self.num_blocks
-
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks; any thread may ask."""
         return self._read(self._slots(block_ids, num_tokens))

@@ -20,16 +20,6 @@ def error_of(reply: Any) -> tuple[int, str | None]:
     return reply.status_code, reply.json()["error"]["code"]
 
 
-@pytest.fixture
-def app() -> App:
-    return App()
-
-
-@pytest.fixture
-def client(app: App, tmp_path: Path) -> Any:
-    return app.client(documents_dir=str(tmp_path), max_documents=5)
-
-
 def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None:
     reply = client.put("/v1/documents/ferry", json={"title": "The ferry", "text": "It goes to Oak Island."})
     assert reply.status_code == 201 and reply.headers["etag"] == '"1"'

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -29,16 +28,6 @@ Message = dict[str, Any]
 
 def lines_of(*documents: Any) -> bytes:
     return b"\n".join(json.dumps(document).encode() for document in documents)
-
-
-@pytest.fixture
-def app() -> App:
-    return App()
-
-
-@pytest.fixture
-def client(app: App, tmp_path: Path) -> Any:
-    return app.client(documents_dir=str(tmp_path), max_documents=5)
 
 
 def test_lines_become_documents_that_chats_name(app: App, client: Any) -> None:

@@ -38,7 +38,7 @@ class GGUF(ModelFormat):
         from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.formats.gguf import weights
         from kvmosaic.model.formats.gguf.file import check_gguf, read_gguf
-        from kvmosaic.model.transformers_loading import build_module, chosen_dtype, read_tokenizer
+        from kvmosaic.model.transformers_loading import build_module, chosen_dtype
         from kvmosaic.model.unsupported import check_config
 
         file = read_gguf(Path(request.source))
@@ -55,9 +55,7 @@ class GGUF(ModelFormat):
             config = weights.read_config(file, folder, options)
             check_config(config)
             module = build_module(shown, folder, config, chosen, {**options, **weights.dequantizing()})
-            tokenizer = None
-            if weights.has_tokenizer(file):
-                tokenizer = read_tokenizer(shown, folder, {**options, **weights.tokenizer_options(file)})
+            tokenizer = weights.read_file_tokenizer(file, folder, options)
         weights.settle_module(module, file)
         return ReadModel(module, tokenizer, note, partial(weights.identity, file))
 

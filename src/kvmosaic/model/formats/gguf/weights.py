@@ -276,6 +276,15 @@ def has_tokenizer(file: GgufFile) -> bool:
     return bool(file.metadata.get("tokenizer.ggml.tokens"))
 
 
+def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+    """The tokenizer of a file in a folder of its own (`alone`); None if it has none."""
+    from kvmosaic.model.transformers_loading import read_tokenizer
+
+    if not has_tokenizer(file):
+        return None
+    return read_tokenizer(str(file.path), folder, {**options, **tokenizer_options(file)})
+
+
 def tokenizer_options(file: GgufFile) -> dict[str, Any]:
     """Extra options for a tokenizer; warns if transformers does not know how its text is split."""
     split = file.metadata.get("tokenizer.ggml.pre", "default")
