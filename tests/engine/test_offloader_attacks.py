@@ -67,6 +67,10 @@ class Truth:
                     self._chunks[chunk.key] = flat(storage.read_chunk(chunk.block_ids, chunk.num_tokens))
         return self._answers[name]
 
+    def check_answer(self, found: tuple[int, ...], prompt: Prompt, strategy: str) -> None:
+        """An answer, whole or begun, is right."""
+        assert found == self.ask(prompt, strategy)[: len(found)]
+
     def check(self, engine: Engine) -> None:
         """Whatever can be found on the device of another engine is right."""
         storage = engine.runner.storages["chunk_cache"]
@@ -217,8 +221,7 @@ def storm(
                 is_lost = "step failed" in str(request.error) or is_full
                 assert request.error is None or is_lost or is_fragmented, repr(request.error)
                 for output in request.output().outputs:
-                    right = truth.ask(asked, strategy)[: len(output.token_ids)]
-                    assert output.token_ids == right
+                    truth.check_answer(output.token_ids, asked, strategy)
     engine.wake()
     while engine.has_unfinished_requests:
         engine.step()

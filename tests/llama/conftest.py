@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from kvmosaic.llama.interface import is_installed
 
-collect_ignore = (
-    [] if find_spec("llama_cpp") else ["test_conformance.py", "test_engine.py", "test_faces.py", "test_storms.py"]
-)
+collect_ignore = [] if is_installed() else ["test_conformance.py", "test_engine.py", "test_faces.py", "test_storms.py"]

@@ -7,17 +7,33 @@ import random
 import pytest
 from engine.test_edits_storm import prompts_of_edits
 from engine.test_offloader_attacks import MEBIBYTE, Truth, flat, prompts, storm, with_tiers
+from support.engine_conformance import ask, params
 from support.llama_engine import llama_engine, llama_reader
 from support.tiers import TroubledTier
 
 from kvmosaic.engine import Engine
+from kvmosaic.prompt import Prompt
 
 ROUNDING = 0.1
 """Maximum difference of keys and values of about 10: llama.cpp's sums depend on what else is in a forward."""
+TIE = 0.1
+"""Tokens whose log probabilities differ by less are equally likely, but for rounding."""
 
 
 class LlamaTruth(Truth):
     """What every chunk must be, but for rounding."""
+
+    def check_answer(self, found: tuple[int, ...], prompt: Prompt, strategy: str) -> None:
+        right = self.ask(prompt, strategy)
+        differing = [number for number, pair in enumerate(zip(found, right, strict=False)) if pair[0] != pair[1]]
+        if not differing:
+            return
+        first = differing[0]
+        greedy = params(first + 1, logprobs=20)
+        likely = ask(self._engine, prompt, greedy, position_strategy=strategy).outputs[0].logprobs
+        assert likely is not None
+        best = max(each.logprob for each in likely[first].values())
+        assert likely[first][found[first]].logprob > best - TIE, (found, right)
 
     def check(self, engine: Engine) -> None:
         storage = engine.runner.storages["chunk_cache"]

@@ -1,15 +1,11 @@
-"""The C interface of llama.cpp, through the bindings of llama-cpp-python, which only this module imports."""
+"""Files, contexts and forwards of llama.cpp."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,49 +14,13 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
+from kvmosaic.llama.interface import bindings
 from kvmosaic.llama.state import SequenceState, joined, pack, parse, split
-
-logger = logging.getLogger("kvmosaic.llama")
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
 _SHIFT_CELLS, _SHIFT_SEQUENCES = 1024, 31
 """Size of the context that moves documents."""
-TESTED = ("0.3.36",)
-"""Versions of llama-cpp-python whose saved sequences and batches these tests have read."""
-INSTALL = "pip install 'kvmosaic[llama]'"
-_LEVELS = {3: logging.INFO, 4: logging.WARNING}
-"""Our levels for those of ggml; it warns of what is no fault here, such as more cells than positions."""
-
-
-@functools.cache
-def bindings() -> Any:
-    """The low-level bindings, initialized; their messages go to our log.
-
-    Raises:
-        UnsupportedModel: llama-cpp-python is not installed, or its version is not one of those tested.
-    """
-    try:
-        library = importlib.import_module("llama_cpp.llama_cpp")
-    except ImportError as error:
-        raise UnsupportedModel(
-            f"llama.cpp is not installed ({error}); {INSTALL}, or take engine='transformers', which dequantizes the "
-            "file"
-        ) from error
-    if version() not in TESTED:
-        logger.warning("llama-cpp-python %s was not tested; tested: %s", version(), ", ".join(TESTED))
-    library.llama_log_set(_log, None)
-    library.llama_backend_init()
-    return library
-
-
-def _write_log(level: int, text: bytes, _: Any) -> None:
-    if message := text.decode("utf-8", "replace").strip(" .\n"):
-        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", message)
-
-
-_log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_write_log)
-"""Kept alive by the module: llama.cpp calls it for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +253,6 @@ class Shifter:
         finally:
             for sequence in range(len(states) + 1):
                 context.untag(sequence)
-
-
-def version() -> str:
-    """Version of the bindings."""
-    return metadata.version("llama-cpp-python")
 
 
 def _text(function: Any, *arguments: Any) -> str:

@@ -12,11 +12,14 @@ import torch
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
-from kvmosaic.llama.library import CACHE_TYPES, LlamaFile, version
+from kvmosaic.llama.interface import build_name
+from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+ALL_LAYERS = -1
+"""For `gpu_layers`."""
 
 
 @dataclass(eq=False)
@@ -71,7 +74,7 @@ class LlamaModel:
     @property
     def weights_text(self) -> str:
         """What runs its weights."""
-        return f"in llama.cpp (llama-cpp-python {version()})"
+        return f"in llama.cpp ({build_name()})"
 
     @property
     def num_fused(self) -> Mapping[str, int]:
@@ -107,7 +110,7 @@ def load_llama(
         path: of the file.
         max_positions: the longest sequence to run; None: what the model was trained for.
         kv_cache_dtype: type of cached keys and values: "f16" (auto), "f32", "bf16", "q8_0".
-        gpu_layers: layers whose weights are on a GPU, if llama.cpp was built for one.
+        gpu_layers: number of layers on a GPU, if llama.cpp was built for one; ALL_LAYERS: all.
 
     Raises:
         ModelNotFound: there is no such file.
@@ -136,7 +139,7 @@ def load_llama(
         _fingerprint(header, cache_type),
         cache_type,
         file.end_tokens(),
-        weights_note=f"{file.description} run by llama.cpp (llama-cpp-python {version()})",
+        weights_note=f"{file.description} run by llama.cpp ({build_name()})",
     )
 
 
@@ -165,4 +168,4 @@ def _fingerprint(header: GgufFile, cache_type: str) -> str:
     """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
     from kvmosaic.model.formats.gguf.weights import identity
 
-    return identity(header, f"llama.cpp {version()} {cache_type}")
+    return identity(header, f"llama.cpp {build_name()} {cache_type}")

@@ -2,7 +2,7 @@
 
     header      two numbers
     memory      streams = 1, number of cells; for each cell position, number of sequences, their ids;
-                whether values are transposed = 0, number of layers;
+                whether values are transposed = 0, number of layers; newer builds: by what keys and values are rotated;
                 for each layer type, bytes of a row, a row of keys for each cell; then the same for values
     memory      a second one, in models with sliding windows
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvmosaic.errors import UnsupportedModel
 _HEADER = struct.Struct("<II")
 _COUNTS = struct.Struct("<II")
 _FLAGS = struct.Struct("<II")
+_ROTATION = struct.Struct("<I")
 _LAYER = struct.Struct("<iQ")
 _CELL = struct.Struct("<iII")
 
@@ -45,6 +46,8 @@ class MemoryState:
     """[n]"""
     keys: tuple[LayerRows, ...]
     values: tuple[LayerRows, ...]
+    rotations: tuple[int, ...] = ()
+    """By what llama.cpp rotates keys and values before it quantizes them; () in builds that do not tell."""
 
     def take(self, order: Sequence[int] | NDArray[np.int64]) -> MemoryState:
         """These cells, in this order."""
@@ -53,6 +56,7 @@ class MemoryState:
             self.positions[index],
             tuple(LayerRows(each.kind, each.rows[index]) for each in self.keys),
             tuple(LayerRows(each.kind, each.rows[index]) for each in self.values),
+            self.rotations,
         )
 
 
@@ -74,16 +78,25 @@ def parse(state: bytes) -> SequenceState:
     """Reads a saved sequence.
 
     Raises:
-        UnsupportedModel: this version of llama.cpp saves sequences in another form.
+        UnsupportedModel: this build of llama.cpp saves sequences in another form.
     """
+    # Read as the form without rotations, the first rows of one with them have 0 bytes, or more than there are.
     try:
-        header, place = _HEADER.unpack_from(state), _HEADER.size
-        memories = []
-        while place < len(state):
-            memory, place = _read_memory(state, place)
-            memories.append(memory)
+        return _parse(state, 0)
+    except (struct.error, ValueError):
+        pass
+    try:
+        return _parse(state, 2)
     except (struct.error, ValueError) as error:
         raise UnsupportedModel(f"llama.cpp saved a sequence in an unknown form ({error})") from error
+
+
+def _parse(state: bytes, num_rotations: int) -> SequenceState:
+    header, place = _HEADER.unpack_from(state), _HEADER.size
+    memories = []
+    while place < len(state):
+        memory, place = _read_memory(state, place, num_rotations)
+        memories.append(memory)
     return SequenceState((header[0], header[1]), tuple(memories))
 
 
@@ -96,6 +109,7 @@ def pack(state: SequenceState) -> bytes:
             continue
         parts.extend(_CELL.pack(int(position), 1, state.header[1]) for position in memory.positions)
         parts.append(_FLAGS.pack(0, len(memory.keys)))
+        parts.extend(_ROTATION.pack(each) for each in memory.rotations)
         for layers in (memory.keys, memory.values):
             for layer in layers:
                 parts.append(_LAYER.pack(layer.kind, layer.rows.shape[1]))
@@ -140,19 +154,18 @@ def _joined(parts: Sequence[MemoryState]) -> MemoryState:
         np.concatenate([part.positions for part in parts]),
         rows(part.keys for part in parts),
         rows(part.values for part in parts),
+        parts[0].rotations,
     )
 
 
 def relabelled(state: bytes, offset: int) -> bytes:
     """A saved sequence with other positions, and the same keys."""
     found = parse(state)
-    memories = tuple(
-        MemoryState(memory.positions + np.int32(offset), memory.keys, memory.values) for memory in found.memories
-    )
+    memories = tuple(replace(memory, positions=memory.positions + np.int32(offset)) for memory in found.memories)
     return pack(SequenceState(found.header, memories))
 
 
-def _read_memory(state: bytes, place: int) -> tuple[MemoryState, int]:
+def _read_memory(state: bytes, place: int, num_rotations: int) -> tuple[MemoryState, int]:
     streams, count = _COUNTS.unpack_from(state, place)
     place += _COUNTS.size
     if streams != 1:
@@ -169,14 +182,18 @@ def _read_memory(state: bytes, place: int) -> tuple[MemoryState, int]:
     place += _FLAGS.size
     if transposed:
         raise ValueError("transposed values")
+    rotations = tuple(_ROTATION.unpack_from(state, place + index * _ROTATION.size)[0] for index in range(num_rotations))
+    place += num_rotations * _ROTATION.size
     sides: list[tuple[LayerRows, ...]] = []
     for _ in range(2):
         layers = []
         for _ in range(num_layers):
             kind, width = _LAYER.unpack_from(state, place)
             place += _LAYER.size
+            if width < 1:
+                raise ValueError(f"rows of {width} bytes")
             rows = np.frombuffer(state, np.uint8, count * width, place).reshape(count, width)
             layers.append(LayerRows(kind, rows))
             place += count * width
         sides.append(tuple(layers))
-    return MemoryState(positions, sides[0], sides[1]), place
+    return MemoryState(positions, sides[0], sides[1], rotations), place

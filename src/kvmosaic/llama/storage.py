@@ -92,7 +92,7 @@ class LlamaStorage:
                 assert value_tensor is not None
                 keys.append(LayerRows(key.kind, _rows(key_tensor[first_token:])))
                 values.append(LayerRows(value.kind, _rows(value_tensor[first_token:])))
-            memories.append(MemoryState(places, tuple(keys), tuple(values)))
+            memories.append(MemoryState(places, tuple(keys), tuple(values), memory.rotations))
         state = pack(SequenceState(self._template.header, tuple(memories)))
         with self._lock:
             self._cells.load(self._slots(block_ids, len(positions)), positions, state)
