@@ -84,7 +84,7 @@ def test_ordinary_prompts_get_the_tokens_of_llama_cpp_itself() -> None:
     assert list(ask(engine, Prompt.plain(tokens), params(16)).outputs[0].token_ids) == expected
 
 
-@pytest.mark.parametrize(("kind", "cache"), [("F16", "f16"), ("Q8_0", "f16"), ("Q4_1", "f16"), ("Q8_0", "q8_0")])
+@pytest.mark.parametrize(("kind", "cache"), [("F16", "f16"), ("Q8_0", "f16"), ("Q4_1", "f16"), ("Q8_0", "bf16")])
 def test_kinds_of_weights_and_caches_pass_the_self_check(kind: str, cache: str) -> None:
     check = check_llama(llama_reader(kind, cache), num_threads=2)
     assert check.passed and check.is_moved, check

@@ -81,7 +81,7 @@ def save_gguf(
             prefix = f"blk.{layer}."
         array = weight.float().numpy()
         if place.endswith(("q_proj", "k_proj")):
-            array = _interleaved(array, array.shape[0] // head_dim)
+            array = interleaved(array, array.shape[0] // head_dim)
         _add_tensor(writer, f"{prefix}{NAMES[place]}.{part}", array, kind if array.ndim > 1 else "F32")
     for name, array in (tensors or {}).items():
         _add_tensor(writer, name, array, "F32")
@@ -92,7 +92,7 @@ def save_gguf(
     return path
 
 
-def _interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
+def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of queries and keys in the order of llama.cpp, which turns neighbouring dimensions together."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))

@@ -15,6 +15,7 @@ from kvmosaic.engine import Engine
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.llama.runner import LlamaRunner
 from support.gguf import save_gguf
+from support.llama_quantize import KINDS, quantize
 
 
 class RecordingLlamaRunner(LlamaRunner):
@@ -33,8 +34,9 @@ class RecordingLlamaRunner(LlamaRunner):
 
 @cache
 def reader_file(kind: str = "F32") -> Path:
-    """The bundled reader as a GGUF file."""
-    return save_gguf(Path(tempfile.mkdtemp()) / f"reader-{kind}.gguf", kind=kind)
+    """The bundled reader as a GGUF file; rounded by llama.cpp where it has a kind of whole files."""
+    path = Path(tempfile.mkdtemp()) / f"reader-{kind}.gguf"
+    return quantize(reader_file(), path, kind) if kind in KINDS else save_gguf(path, kind=kind)
 
 
 @cache

@@ -7,6 +7,9 @@ have the same one. So there are never more cells than slots, and whatever our po
     slot 8 ──▶ cell (home 3, position 42)        so that a range of positions names them
     slot 9 ──▶ cell (home 5, position 0)
 
+Of models with sliding windows, llama.cpp takes a cell that one sequence alone sees for free once it has left the window
+before that sequence's next position, and saves no such cell. So no home, and no moved copy, spans a whole window.
+
 A forward needs a sequence with exactly the cells that its rows see: a *view*, built by tags. Views are kept, since the
 next token of an answer sees the same cells and one more. Cells that are read at another distance are copied and shifted
 first. When sequences run out, views go first, then moved copies, then homes: their cells move to host memory until they
@@ -21,7 +24,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmosaic.llama.memory import SequenceMemory
-from kvmosaic.llama.state import SequenceState, gather, parse, relabelled
+from kvmosaic.llama.state import SequenceState, gather, pack, parse, relabelled
+
+UNLIMITED = 1 << 31
+"""More than any span."""
 
 
 class SlotRun(NamedTuple):
@@ -80,15 +86,17 @@ class SequenceView:
 class Cells:
     """Cells of all slots: homes, views and moved copies over one memory."""
 
-    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int) -> None:
+    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int, max_span: int = UNLIMITED) -> None:
         """Describes an empty memory.
 
         Args:
             memory: where the cells are.
             num_slots: slots of all pools, numbered through.
             max_moved: maximum cells of moved copies.
+            max_span: maximum positions from the first to the last cell of a home or a moved copy.
         """
         self.memory = memory
+        self.max_span = max_span
         self._homes: list[Home | None] = [None] * num_slots
         self._positions = [0] * num_slots
         self._free = list(range(memory.num_sequences))
@@ -111,12 +119,12 @@ class Cells:
 
         Args:
             runs: what the rows see.
-            target: where their tokens will be written; None: nothing will be.
+            target: where their tokens will be written, at most `max_span`; None: nothing will be.
 
         Raises:
             NoSequence: other taken views hold what it needs.
         """
-        wanted = _joined(runs)
+        wanted = self._normal(runs)
         view = self._views.pop(wanted, None)
         if view is None:
             view = SequenceView(self._take_sequence(), wanted)
@@ -150,7 +158,7 @@ class Cells:
             home.uses[number] = 1
         view.homes.add(home)
         view.home = None
-        view.runs = _joined((*view.runs, *(SlotRun(slot, 1) for slot in slots)))
+        view.runs = self._normal((*view.runs, *(SlotRun(slot, 1) for slot in slots)))
 
     def put_back(self, view: SequenceView) -> None:
         """Ends the use of a view; it is kept for rows that see the same."""
@@ -195,8 +203,8 @@ class Cells:
         saved: dict[Home, SequenceState] = {}
         live = [slot for slot in slots if self._home_of(slot).sequence is not None]
         found: dict[int, tuple[SequenceState, int]] = {}
-        if live:
-            view = self.take(SlotRun(slot, 1) for slot in live)
+        for part in _spans([self._positions[slot] for slot in live], self.max_span):
+            view = self.take(SlotRun(live[number], 1) for number in part)
             try:
                 state = parse(self.memory.save(view.sequence))
             finally:
@@ -214,10 +222,14 @@ class Cells:
     def load(self, slots: Sequence[int], positions: Sequence[int], state: bytes) -> None:
         """Records saved cells as those of some slots, each at its position; they are written when they are read."""
         self.free(slots)
-        home = Home(None, saved=state)
-        for slot, position in zip(slots, positions, strict=True):
-            self._homes[slot], self._positions[slot] = home, position
-            home.uses[position] = 1
+        order = sorted(range(len(slots)), key=positions.__getitem__)  # as `parse` gives them
+        parts = _spans([positions[number] for number in order], self.max_span)
+        parsed = parse(state) if len(parts) > 1 else None
+        for part in parts:
+            home = Home(None, saved=state if parsed is None else pack(parsed.take(part)))
+            for number in (order[index] for index in part):
+                self._homes[slots[number]], self._positions[slots[number]] = home, positions[number]
+                home.uses[positions[number]] = 1
 
     def position_of(self, slot: int) -> int:
         """The position at which the token of a slot was computed."""
@@ -244,6 +256,7 @@ class Cells:
                 counts[position] = counts.get(position, 0) + 1
         for home, counts in uses.items():
             assert home.uses == counts and (home.sequence is None) == (home not in self._stored)
+            assert max(counts) - min(counts) < self.max_span
         assert set(self._stored) <= set(uses)
         views = [*self._views.values(), *self._taken]
         used = [home.sequence for home in self._stored] + [view.sequence for view in views] + [*self._moved.values()]
@@ -255,12 +268,29 @@ class Cells:
         if target.after is not None:
             home = self._home_of(target.after)
             is_free = not any(position in home.uses for position in target.positions)
+            is_free = is_free and self._fits(home, target.positions)
             if home.sequence is not None and is_free and all(view.home is not home for view in self._taken):
                 self._stored.move_to_end(home)
                 return home
         home = Home(self._take_sequence())
         self._stored[home] = None
         return home
+
+    def _fits(self, home: Home, positions: range) -> bool:
+        """Whether a home may have these positions, too."""
+        if self.max_span == UNLIMITED:
+            return True
+        return len(_spans([min(home.uses), max(home.uses), *positions], self.max_span)) == 1
+
+    def _normal(self, runs: Iterable[SlotRun]) -> tuple[SlotRun, ...]:
+        """Runs in order, as few as possible; copied ones are cut by `max_span`."""
+        parts: list[SlotRun] = []
+        for run in _joined(runs):
+            slots = range(run.first, run.first + run.num_tokens) if run.is_copied else ()
+            spans = _spans([self._positions[slot] for slot in slots], self.max_span)
+            parts.extend(SlotRun(slots[span[0]], len(span), *run[2:]) for span in spans)
+            parts.extend(() if spans else (run,))
+        return tuple(parts)
 
     def _touch(self, view: SequenceView) -> None:
         """Makes what a view shows the last to make room for others."""
@@ -398,6 +428,22 @@ def _joined(runs: Iterable[SlotRun]) -> tuple[SlotRun, ...]:
         elif run.num_tokens:
             joined.append(run)
     return tuple(joined)
+
+
+def _spans(positions: Sequence[int], max_span: int) -> list[range]:
+    """Indexes of positions, in order, cut where first and last would be further apart than allowed."""
+    if max_span == UNLIMITED:
+        return [range(len(positions))] if positions else []
+    spans: list[range] = []
+    low = high = 0
+    for number, position in enumerate(positions):
+        low, high = min(low, position), max(high, position)
+        if spans and high - low < max_span:
+            spans[-1] = range(spans[-1].start, number + 1)
+        else:
+            spans.append(range(number, number + 1))
+            low = high = position
+    return spans
 
 
 def _meets(run: SlotRun, slots: set[int]) -> bool:

@@ -14,7 +14,20 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator
-from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +78,12 @@ class ModelParams(ctypes.Structure):
         ("no_alloc", c_bool),
         ("load_mtp", c_bool),
     )
+
+
+class MetadataOverride(ctypes.Structure):
+    """`llama_model_kv_override`, for whole numbers."""
+
+    _fields_ = (("tag", c_int32), ("key", ctypes.c_char * 128), ("value", c_int64), ("_rest", ctypes.c_char * 120))
 
 
 _CONTEXT_HEAD = (
@@ -136,8 +155,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
+    "llama_model_rope_type": (c_int32, (c_void_p,)),
     "llama_model_n_params": (c_uint64, (c_void_p,)),
     "llama_model_size": (c_uint64, (c_void_p,)),
+    "llama_model_has_encoder": (c_bool, (c_void_p,)),
     "llama_model_is_recurrent": (c_bool, (c_void_p,)),
     "llama_model_is_hybrid": (c_bool, (c_void_p,)),
     "llama_model_desc": (c_int32, (c_void_p, c_char_p, c_size_t)),

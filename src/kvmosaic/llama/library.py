@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
-from kvmosaic.llama.interface import bindings
-from kvmosaic.llama.state import SequenceState, joined, pack, parse, split
+from kvmosaic.llama.interface import MetadataOverride, bindings
+from kvmosaic.llama.state import MemoryState, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
@@ -37,8 +37,13 @@ class Rows:
 class LlamaFile:
     """A GGUF file loaded by llama.cpp."""
 
-    def __init__(self, path: Path, *, gpu_layers: int = 0) -> None:
+    def __init__(self, path: Path, *, gpu_layers: int = 0, entries: Mapping[str, int] | None = None) -> None:
         """Loads it.
+
+        Args:
+            path: of the file.
+            gpu_layers: number of layers on a GPU; negative: all.
+            entries: what to read instead of the file's own entries.
 
         Raises:
             UnsupportedModel: llama.cpp is missing, or cannot load the file.
@@ -46,6 +51,9 @@ class LlamaFile:
         library = bindings()
         params = library.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
+        named = [MetadataOverride(0, key.encode(), value) for key, value in (entries or {}).items()]
+        overrides = (MetadataOverride * (len(named) + 1))(*named)  # one with an empty key ends them
+        params.kv_overrides = ctypes.addressof(overrides)
         self._model = library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise UnsupportedModel(f"llama.cpp cannot load {path}; its log gives the reason (logger kvmosaic.llama)")
@@ -59,7 +67,11 @@ class LlamaFile:
         self.is_recurrent = bool(
             library.llama_model_is_recurrent(self._model) or library.llama_model_is_hybrid(self._model)
         )
+        self.has_encoder = bool(library.llama_model_has_encoder(self._model))
         self.window: int = library.llama_model_n_swa(self._model)
+        self.rope_type: int = library.llama_model_rope_type(self._model)
+        self.unrotated: tuple[tuple[bool, ...], ...] = ()
+        """For each memory and layer, whether a move leaves its keys as they are; (): none is known to."""
         self.description = _text(library.llama_model_desc, self._model)
 
     def end_tokens(self) -> tuple[int, ...]:
@@ -113,8 +125,10 @@ class LlamaFile:
                 num_sequences=_SHIFT_SEQUENCES + 1,
                 num_threads=num_threads,
                 max_rows=1,
-                cache_type=cache_type,
-            )
+                cache_type="f32" if cache_type == "bf16" else cache_type,
+            ),
+            self.unrotated,
+            is_bfloat16=cache_type == "bf16",
         )
 
 
@@ -214,10 +228,18 @@ class LlamaContext:
 
 
 class Shifter:
-    """Moves saved sequences: a small context loads them, shifts them before a forward of one token, and saves them."""
+    """Moves saved sequences: a small context loads them, shifts them before a forward of one token, and saves them.
 
-    def __init__(self, context: LlamaContext) -> None:
+    llama.cpp rotates the keys of every layer, also where the model computes them unrotated: these are put back.
+    It ends the process when it has to rotate keys in bfloat16: they are float32 here.
+    """
+
+    def __init__(
+        self, context: LlamaContext, unrotated: Sequence[Sequence[bool]] = (), *, is_bfloat16: bool = False
+    ) -> None:
         self._context = context
+        self._unrotated = unrotated
+        self._is_bfloat16 = is_bfloat16
 
     def close(self) -> None:
         """Frees its context."""
@@ -228,7 +250,7 @@ class Shifter:
         parts = [
             (number, part, distance)
             for number, (state, distance) in enumerate(states)
-            for part in split(parse(state), _SHIFT_CELLS)
+            for part in split(widened(parse(state)) if self._is_bfloat16 else parse(state), _SHIFT_CELLS)
         ]
         found: list[list[SequenceState]] = [[] for _ in states]
         while parts:
@@ -238,9 +260,18 @@ class Shifter:
                 room -= len(parts[0][1].positions)
                 batch.append(parts.pop(0))
             moved = self._shift([(pack(part), distance) for _, part, distance in batch])
-            for (number, _, _), state in zip(batch, moved, strict=True):
-                found[number].append(parse(state))
-        return [pack(joined(each)) for each in found]
+            for (number, part, _), state in zip(batch, moved, strict=True):
+                found[number].append(self._with_unrotated(parse(state), part))
+        return [pack(narrowed(joined(each)) if self._is_bfloat16 else joined(each)) for each in found]
+
+    def _with_unrotated(self, moved: SequenceState, before: SequenceState) -> SequenceState:
+        if not any(map(any, self._unrotated)):
+            return moved
+        memories: list[MemoryState] = []
+        for memory, other, layers in zip(moved.memories, before.memories, self._unrotated, strict=True):
+            pairs = zip(memory.keys, other.keys, layers, strict=True)
+            memories.append(replace(memory, keys=tuple(old if is_kept else new for new, old, is_kept in pairs)))
+        return SequenceState(moved.header, tuple(memories))
 
     def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
         context = self._context

@@ -14,12 +14,22 @@ from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
 from kvmosaic.llama.interface import build_name
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
+from kvmosaic.llama.positions import measure_positions
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+_QUANTIZED_WIDTH = 32
+"""Numbers of a block of q8_0, which all lie in one head."""
 ALL_LAYERS = -1
 """For `gpu_layers`."""
+_MANY_POSITIONS = {8: "M-RoPE", 24: "vision RoPE", 40: "interleaved M-RoPE"}
+"""Types of rotation in llama.cpp that take more than one position per token."""
+_LATENT = "attention.key_length_mla"
+_CHUNKED = {"llama4"}
+"""Architectures whose windows are chunks: a token sees none of the chunk before."""
+_LONG_FACTORS = "rope_factors_long.weight"
+_ORIGINAL_POSITIONS = "rope.scaling.original_context_length"
 
 
 @dataclass(eq=False)
@@ -39,7 +49,7 @@ class LlamaModel:
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
     """GGUF files have none."""
     immovable_reason: str = ""
-    """Why cached tokens cannot be used at another position; empty when they can."""
+    """Why cached tokens cannot be used at another position, and not be composed; empty when they can."""
 
     engine_name = "llama.cpp"
     max_forward_tokens = None
@@ -55,6 +65,11 @@ class LlamaModel:
     def vocab_size(self) -> int:
         """Numbers of a row of logits."""
         return self.file.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Tokens that a token sees in layers with a sliding window; 0 if no window ends within the positions used."""
+        return self.file.window if self.file.window <= self.max_positions else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,46 +129,106 @@ def load_llama(
 
     Raises:
         ModelNotFound: there is no such file.
-        UnsupportedModel: it is damaged, llama.cpp is missing or cannot run it, or it has states instead of a cache.
+        UnsupportedModel: it is damaged, llama.cpp is missing or cannot run it, or its memory has another form
+            (recurrent layers, several positions per token, latent attention, chunks).
         InvalidConfig: an unknown type, or `max_positions` out of range.
     """
     cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
     if cache_type not in CACHE_TYPES:
         raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
     header = read_gguf(path)
-    file = LlamaFile(path, gpu_layers=gpu_layers)
-    if file.is_recurrent:
-        file.close()
+    if header.stated(_LATENT):
         raise UnsupportedModel(
-            f"{path.name} has recurrent layers ({header.architecture}), whose state is one for all tokens: documents "
-            "cannot be cached apart"
+            f"{path.name} ({header.architecture}) has latent attention (MLA), which llama.cpp saves without values; "
+            "take engine='transformers', with the folder of the model if it does not read this file"
         )
+    file = LlamaFile(path, gpu_layers=gpu_layers, entries=_factors(header, max_positions))
+    try:
+        return _loaded(header, file, max_positions, cache_type)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_type: str) -> LlamaModel:
+    _check_memory(header, file)
     limit = file.max_positions
     if max_positions is not None and not 1 <= max_positions <= limit:
         raise InvalidConfig(f"max_positions must be a whole number between 1 and {limit}, got {max_positions!r}")
+    used = max_positions or limit
+    if header.architecture in _CHUNKED and 0 < file.window <= used:
+        raise UnsupportedModel(
+            f"{file.path.name} ({header.architecture}) has chunks of {file.window:,} positions, and llama.cpp forgets "
+            f"the chunk before; set max_model_len to at most {file.window - 1:,} (now {used:,}), or take "
+            "engine='transformers'"
+        )
+    layers = _layers(header, file)
+    widths = {width for layer in layers for width in (layer.key_dim, layer.value_dim)}
+    if cache_type == "q8_0" and any(width % _QUANTIZED_WIDTH for width in widths):
+        raise InvalidConfig(
+            f"llama.cpp quantizes keys and values in blocks of {_QUANTIZED_WIDTH} numbers, and the heads of "
+            f"{file.path.name} have {', '.join(map(str, sorted(widths)))}; take kv_cache_dtype='f16'"
+        )
+    facts = measure_positions(file)
+    file.unrotated = facts.unrotated
     return LlamaModel(
         file,
         _tokenizer(header),
-        _layers(header, file),
-        max_positions or limit,
-        _fingerprint(header, cache_type),
+        layers,
+        used,
+        _fingerprint(header, cache_type, _factors(header, max_positions)),
         cache_type,
         file.end_tokens(),
         weights_note=f"{file.description} run by llama.cpp ({build_name()})",
+        immovable_reason=facts.reason,
     )
+
+
+def _check_memory(header: GgufFile, file: LlamaFile) -> None:
+    """Refuses models whose memory in llama.cpp has no cells, or cells of another form."""
+    name = f"{file.path.name} ({header.architecture})"
+    if file.has_encoder:
+        raise UnsupportedModel(f"{name} has an encoder; composed prompts are for models that read and write one text")
+    if file.is_recurrent:
+        raise UnsupportedModel(
+            f"{name} has recurrent layers, whose state is one for all tokens: documents cannot be cached apart"
+        )
+    if kind := _MANY_POSITIONS.get(file.rope_type):
+        raise UnsupportedModel(
+            f"{name} has several positions per token ({kind}), and llama.cpp cannot move its keys; take "
+            "engine='transformers', with the folder of the model if it does not read this file"
+        )
+
+
+def _factors(header: GgufFile, max_positions: int | None) -> dict[str, int]:
+    """The entry by which llama.cpp takes one set of rotary factors in every context.
+
+    Of models that have one for long texts and one for short ones, it takes that for long texts in contexts with more
+    cells than `original_context_length`, whatever a prompt's length. Contexts that move documents are small.
+    """
+    if not any(tensor.name == _LONG_FACTORS for tensor in header.tensors):
+        return {}
+    used = max_positions or header.stated("context_length") or 0
+    is_long = used > (header.stated(_ORIGINAL_POSITIONS) or used)
+    return {f"{header.architecture}.{_ORIGINAL_POSITIONS}": 1 if is_long else 2**31 - 1}
 
 
 def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
     """Geometry and mask of each layer, as the file states them."""
-    num_heads = int(header.stated("attention.head_count"))
-    head_dim = int(header.stated("embedding_length")) // num_heads
-    key_dim = int(header.stated("attention.key_length") or head_dim)
-    value_dim = int(header.stated("attention.value_length") or head_dim)
+
+    def stated(key: str, layer: int, default: int) -> int:
+        value = header.stated(key)
+        return int((value[layer] if isinstance(value, list) else value) or default)
+
     window = MaskSpec("window", file.window) if file.window else FULL
-    return tuple(
-        LayerShape(index, file.num_kv_heads, key_dim, value_dim, False, index, num_heads, window)
-        for index in range(file.num_layers)
-    )
+    layers = []
+    for index in range(file.num_layers):
+        num_heads = stated("attention.head_count", index, 1)
+        num_kv_heads = stated("attention.head_count_kv", index, num_heads)
+        head_dim = max(1, int(header.stated("embedding_length")) // num_heads)
+        key_dim, value_dim = (stated(f"attention.{side}_length", index, head_dim) for side in ("key", "value"))
+        layers.append(LayerShape(index, num_kv_heads, key_dim, value_dim, False, index, num_heads, window))
+    return tuple(layers)
 
 
 def _tokenizer(header: GgufFile) -> Any:
@@ -164,8 +239,9 @@ def _tokenizer(header: GgufFile) -> Any:
         return weights.read_file_tokenizer(header, folder, options)
 
 
-def _fingerprint(header: GgufFile, cache_type: str) -> str:
+def _fingerprint(header: GgufFile, cache_type: str, entries: Mapping[str, int]) -> str:
     """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
     from kvmosaic.model.formats.gguf.weights import identity
 
-    return identity(header, f"llama.cpp {build_name()} {cache_type}")
+    read = "".join(f" {key}={value}" for key, value in entries.items())
+    return identity(header, f"llama.cpp {build_name()} {cache_type}{read}")

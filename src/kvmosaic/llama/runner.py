@@ -96,7 +96,9 @@ class LlamaRunner:
             cache_type=model.cache_type,
         )
         self._context = self._make_context()
-        self._cells = Cells(self._context, num_slots, max_moved + _SPARE_CELLS)
+        self._window = model.window
+        spans = {"max_span": self._window - 1} if self._window else {}
+        self._cells = Cells(self._context, num_slots, max_moved + _SPARE_CELLS, **spans)
         self._lock = threading.RLock()
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
@@ -167,7 +169,10 @@ class LlamaRunner:
         taken: list[tuple[_Group, SequenceView]] = []
         room = self._context.max_rows
         while waiting and room:
-            group = waiting[-1]
+            group, rest = waiting[-1], None
+            limit = min(room, self._cells.max_span, self._max_rows(group))
+            if len(group.token_ids) > limit:
+                group, rest = _cut(group, limit)
             try:
                 view = self._cells.take(self._continuous(group), group.target)
             except NoSequence:
@@ -178,12 +183,10 @@ class LlamaRunner:
                     f"{self._cells.memory.num_sequences} sequences allow; send fewer documents"
                 ) from None
             waiting.pop()
-            if len(group.token_ids) > room:
-                group, rest = _cut(group, room)
-                waiting.append(rest)
             taken.append((group, view))
             room -= len(group.token_ids)
-            if waiting and waiting[-1].number == group.number:
+            if rest is not None:
+                waiting.append(rest)
                 break
         return taken
 
@@ -270,6 +273,25 @@ class LlamaRunner:
         token = SlotRun(run.first + run.num_tokens - 1, 1, run.distance, group.position - 1 - last)
         rest = run._replace(num_tokens=run.num_tokens - 1)
         return (*group.runs[:index], rest, *group.runs[index + 1 :], token)
+
+    def _max_rows(self, group: _Group) -> int:
+        """Rows of a group, from the first, that may see its last token with another position: it is in their window.
+
+        Raises:
+            ModelError: not even the first has.
+        """
+        if not self._window or not group.runs:
+            return len(group.token_ids)
+        distance = group.position - max(self._last_position(run) for run in group.runs)
+        if distance == 1:
+            return len(group.token_ids)
+        if distance >= self._window:
+            raise ModelError(
+                f"a prompt leaves {distance - 1:,} positions empty before position {group.position:,}, more than the "
+                f"model's window of {self._window:,} tokens; leave fewer positions empty, or take "
+                "position_strategy='shared'"
+            )
+        return self._window - distance
 
     def _last_position(self, run: SlotRun) -> int:
         return self._cells.position_of(run.first + run.num_tokens - 1) + run.distance + run.label

@@ -4,7 +4,9 @@
     memory      streams = 1, number of cells; for each cell position, number of sequences, their ids;
                 whether values are transposed = 0, number of layers; newer builds: by what keys and values are rotated;
                 for each layer type, bytes of a row, a row of keys for each cell; then the same for values
-    memory      a second one, in models with sliding windows
+    memory      a second one, in models with sliding windows: first the layers without one, then those with
+
+Cells are in no order, and in another one in each memory; `parse` gives them by position.
 
 llama.cpp's loader never gets bytes from outside: tiers keep rows, and `pack` writes the rest.
 """
@@ -12,7 +14,7 @@ llama.cpp's loader never gets bytes from outside: tiers keep rows, and `pack` wr
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -27,6 +29,8 @@ _FLAGS = struct.Struct("<II")
 _ROTATION = struct.Struct("<I")
 _LAYER = struct.Struct("<iQ")
 _CELL = struct.Struct("<iII")
+_F32, _BF16 = 0, 30
+"""Types of ggml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,10 @@ class SequenceState:
         found: list[int] = self.memories[0].positions.tolist()
         return found
 
+    def take(self, order: Sequence[int]) -> SequenceState:
+        """These cells, in this order."""
+        return SequenceState(self.header, tuple(memory.take(order) for memory in self.memories))
+
 
 def parse(state: bytes) -> SequenceState:
     """Reads a saved sequence.
@@ -93,9 +101,13 @@ def parse(state: bytes) -> SequenceState:
 
 def _parse(state: bytes, num_rotations: int) -> SequenceState:
     header, place = _HEADER.unpack_from(state), _HEADER.size
-    memories = []
+    memories: list[MemoryState] = []
     while place < len(state):
         memory, place = _read_memory(state, place, num_rotations)
+        if np.any(np.diff(memory.positions) < 0):
+            memory = memory.take(np.argsort(memory.positions, kind="stable"))
+        if memories and not np.array_equal(memory.positions, memories[0].positions):
+            raise ValueError("memories with other cells")
         memories.append(memory)
     return SequenceState((header[0], header[1]), tuple(memories))
 
@@ -120,12 +132,7 @@ def pack(state: SequenceState) -> bytes:
 def split(state: SequenceState, num_cells: int) -> list[SequenceState]:
     """Parts of at most so many cells, in order."""
     total = len(state.positions)
-    return [
-        SequenceState(
-            state.header, tuple(memory.take(range(first, min(first + num_cells, total))) for memory in state.memories)
-        )
-        for first in range(0, total, num_cells)
-    ]
+    return [state.take(range(first, min(first + num_cells, total))) for first in range(0, total, num_cells)]
 
 
 def joined(states: Sequence[SequenceState]) -> SequenceState:
@@ -155,6 +162,37 @@ def _joined(parts: Sequence[MemoryState]) -> MemoryState:
         rows(part.keys for part in parts),
         rows(part.values for part in parts),
         parts[0].rotations,
+    )
+
+
+def widened(state: SequenceState) -> SequenceState:
+    """The same numbers in float32, of bfloat16."""
+
+    def wide(layer: LayerRows) -> LayerRows:
+        numbers = layer.rows.view(np.uint16).astype(np.uint32) << 16
+        return LayerRows(_F32, numbers.view(np.uint8))
+
+    return _each_layer(state, wide)
+
+
+def narrowed(state: SequenceState) -> SequenceState:
+    """Numbers in float32 rounded to bfloat16: to the nearest, of two to the even one."""
+
+    def narrow(layer: LayerRows) -> LayerRows:
+        bits = layer.rows.view(np.uint32)
+        rounded = bits + (0x7FFF + ((bits >> 16) & 1))
+        return LayerRows(_BF16, (rounded >> 16).astype(np.uint16).view(np.uint8))
+
+    return _each_layer(state, narrow)
+
+
+def _each_layer(state: SequenceState, change: Callable[[LayerRows], LayerRows]) -> SequenceState:
+    return SequenceState(
+        state.header,
+        tuple(
+            replace(memory, keys=tuple(map(change, memory.keys)), values=tuple(map(change, memory.values)))
+            for memory in state.memories
+        ),
     )
 
 

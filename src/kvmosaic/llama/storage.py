@@ -58,10 +58,11 @@ class LlamaStorage:
         self.is_opaque = any(_DTYPES.get(rows.kind) != self.dtype for pair in saved for rows in pair)
         if self.is_opaque:
             self.dtype = _OPAQUE
-            layers = [
-                LayerGeometry(index, 1, key.rows.shape[1] // 2, value.rows.shape[1] // 2)
-                for index, (key, value) in enumerate(saved)
-            ]
+        widths = [tuple(rows.rows.shape[1] // self.dtype.itemsize for rows in pair) for pair in saved]
+        self.has_other_order = len(template.memories) > 1
+        stated = [(layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim) for layer in layers]
+        if self.is_opaque or self.has_other_order or stated != widths:
+            layers = [LayerGeometry(index, 1, *width) for index, width in enumerate(widths)]
         per_position = torch.int32.itemsize // self.dtype.itemsize
         self.layers = (*layers, LayerGeometry(len(saved), 1, per_position, per_position, value_in_key=True))
         self.num_blocks = num_blocks
@@ -109,6 +110,11 @@ class LlamaStorage:
             )
         if self.is_opaque:
             raise InvalidConfig("keys and values are quantized, and get_kv gives numbers; use a cache of f16 or f32")
+        if self.has_other_order:
+            raise InvalidConfig(
+                "get_kv does not know the layers: llama.cpp keeps those with sliding windows apart and does not tell "
+                "which they are; take engine='transformers'"
+            )
         if not runs:
             raise InvalidConfig("get_kv got no runs; a table without tokens has no keys and values")
         slots = [self._first_slot + first + offset for first, count in runs for offset in range(count)]
