@@ -13,6 +13,7 @@ collect_ignore = (
         "test_faces.py",
         "test_families.py",
         "test_kinds.py",
+        "test_rotations.py",
         "test_storms.py",
     ]
 )

@@ -15,7 +15,7 @@ from support.llama_engine import RecordingLlamaRunner, llama_engine
 
 from kvmosaic.engine import Engine
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.llama.library import Shifter
+from kvmosaic.llama.library import ShiftFaults
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.llama.self_check import check_llama
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -136,7 +136,7 @@ def test_heads_that_cannot_be_quantized_are_refused_with_the_way_out() -> None:
 @pytest.mark.parametrize("family", ["cohere2", "smollm3"])
 def test_keys_without_rotation_keep_theirs_when_they_move(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp rotates them, too; the self-check finds what that does."""
-    monkeypatch.setattr(Shifter, "_with_unrotated", lambda self, moved, before: moved)
+    monkeypatch.setattr(ShiftFaults, "mended", lambda self, moved, before: moved)
     check = check_llama(model(family), num_threads=1)
     assert not check.passed and "a moved document" in check.reason
 

@@ -12,7 +12,7 @@ import torch
 from gguf import GGUFWriter
 
 from kvmosaic.model import LoadedModel
-from support.families import build
+from support.families import build, configuration
 from support.gguf import NAMES, interleaved
 
 _GEMMA = {
@@ -49,28 +49,7 @@ def family_file(family: str) -> Path:
     _, entries, names = FAMILIES[family]
     module = build(family, torch.float32, **FAMILIES[family][0])
     config = module.config
-    path = Path(tempfile.mkdtemp()) / f"{family}.gguf"
-    writer = GGUFWriter(path, family)
-    writer.add_string("tokenizer.ggml.model", "no_vocab")
-    facts: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.to_dict()["rope_parameters"].get("rope_theta", 1e4)),
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "attention.layer_norm_epsilon": 1e-5,
-        **entries,
-    }
-    for key, value in facts.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
-        add(f"{family}.{key}", value)
+    writer = _writer(family, {**_facts(config), **entries})
     for name, weight in module.state_dict().items():
         if name == "lm_head.weight":
             continue
@@ -85,8 +64,48 @@ def family_file(family: str) -> Path:
         if family == "smollm3" and place.endswith(("q_proj", "k_proj")):
             array = interleaved(array, array.shape[0] // config.head_dim)
         writer.add_tensor(f"{prefix}{names[place]}.{part}", np.ascontiguousarray(array))
+    return _written(writer)
+
+
+def random_file(architecture: str, entries: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
+    """A model of one layer with random weights; shapes of tensors as in PyTorch."""
+    writer = _writer(architecture, {**_facts(configuration("llama", num_hidden_layers=1)), **entries})
+    chance = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, (chance.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32))
+    return _written(writer)
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.to_dict()["rope_parameters"].get("rope_theta", 1e4)),
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.layer_norm_epsilon": 1e-5,
+    }
+
+
+def _writer(architecture: str, entries: dict[str, Any]) -> GGUFWriter:
+    writer = GGUFWriter(Path(tempfile.mkdtemp()) / f"{architecture}.gguf", architecture)
+    writer.add_string("tokenizer.ggml.model", "no_vocab")
+    for key, value in entries.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(f"{architecture}.{key}", value)
+    return writer
+
+
+def _written(writer: GGUFWriter) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return Path(str(writer.path))

@@ -171,6 +171,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
     "llama_get_logits": (POINTER(c_float), (c_void_p,)),
+    "llama_memory_can_shift": (c_bool, (c_void_p,)),
     "llama_memory_seq_cp": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
 from kvmosaic.llama.interface import MetadataOverride, bindings
-from kvmosaic.llama.state import MemoryState, SequenceState, joined, narrowed, pack, parse, split, widened
+from kvmosaic.llama.state import LayerRows, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
@@ -32,6 +33,35 @@ class Rows:
     sequence: int
     num_logits: int = 0
     """Number of tokens at the end that need logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftFaults:
+    """What llama.cpp's shift does to keys besides turning them; for each memory and layer."""
+
+    unrotated: tuple[tuple[bool, ...], ...] = ()
+    """Whether the model computes keys without a rotation: llama.cpp turns them, too. (): none."""
+    scales: tuple[tuple[NDArray[np.float32], ...], ...] = ()
+    """By what each number of a key is multiplied: a rotation that also scales (YaRN) does so again. (): by 1."""
+
+    def mended(self, moved: SequenceState, before: SequenceState) -> SequenceState:
+        """The moved cells with the keys that they should have."""
+        memories = list(moved.memories)
+        for index, scales in enumerate(self.scales):
+            keys = zip(memories[index].keys, scales, strict=True)
+            memories[index] = replace(memories[index], keys=tuple(_divided(key, scale) for key, scale in keys))
+        for index, layers in enumerate(self.unrotated):
+            pairs = zip(memories[index].keys, before.memories[index].keys, layers, strict=True)
+            keys_now = tuple(old if is_kept else new for new, old, is_kept in pairs)
+            memories[index] = replace(memories[index], keys=keys_now)
+        return SequenceState(moved.header, tuple(memories))
+
+
+NO_FAULTS = ShiftFaults()
+
+
+def _divided(key: LayerRows, scale: NDArray[np.float32]) -> LayerRows:
+    return replace(key, rows=(key.rows.view(np.float32) / scale).view(np.uint8))
 
 
 class LlamaFile:
@@ -70,8 +100,7 @@ class LlamaFile:
         self.has_encoder = bool(library.llama_model_has_encoder(self._model))
         self.window: int = library.llama_model_n_swa(self._model)
         self.rope_type: int = library.llama_model_rope_type(self._model)
-        self.unrotated: tuple[tuple[bool, ...], ...] = ()
-        """For each memory and layer, whether a move leaves its keys as they are; (): none is known to."""
+        self.shift_faults = NO_FAULTS
         self.description = _text(library.llama_model_desc, self._model)
 
     def end_tokens(self) -> tuple[int, ...]:
@@ -119,16 +148,17 @@ class LlamaFile:
         return LlamaContext(context, self.vocab_size, num_sequences, max_rows, open_shifter)
 
     def _shifter(self, num_threads: int, cache_type: str) -> Shifter:
+        is_wide = cache_type == "bf16" or (cache_type == "f16" and bool(self.shift_faults.scales))
         return Shifter(
             self.context(
                 num_cells=_SHIFT_CELLS + 1,
                 num_sequences=_SHIFT_SEQUENCES + 1,
                 num_threads=num_threads,
                 max_rows=1,
-                cache_type="f32" if cache_type == "bf16" else cache_type,
+                cache_type="f32" if is_wide else cache_type,
             ),
-            self.unrotated,
-            is_bfloat16=cache_type == "bf16",
+            self.shift_faults,
+            CACHE_TYPES[cache_type] if is_wide else None,
         )
 
 
@@ -203,6 +233,11 @@ class LlamaContext:
             self._shifter = self._open_shifter()
         return self._shifter.shifted(states)
 
+    @property
+    def can_shift(self) -> bool:
+        """Whether keys can be moved; where not, llama.cpp ends the process when they are."""
+        return bool(self._library.llama_memory_can_shift(self._memory))
+
     def shift(self, sequence: int, distance: int) -> None:
         """Moves the cells of a sequence; their keys are rotated before the next forward."""
         if distance:
@@ -230,16 +265,20 @@ class LlamaContext:
 class Shifter:
     """Moves saved sequences: a small context loads them, shifts them before a forward of one token, and saves them.
 
-    llama.cpp rotates the keys of every layer, also where the model computes them unrotated: these are put back.
-    It ends the process when it has to rotate keys in bfloat16: they are float32 here.
+    llama.cpp ends the process when it has to rotate keys in bfloat16: they are float32 here.
     """
 
-    def __init__(
-        self, context: LlamaContext, unrotated: Sequence[Sequence[bool]] = (), *, is_bfloat16: bool = False
-    ) -> None:
+    def __init__(self, context: LlamaContext, faults: ShiftFaults, kind: int | None = None) -> None:
+        """Takes over a context.
+
+        Args:
+            context: empty, and closed with this.
+            faults: what is put right after each shift.
+            kind: type of the keys and values, if the context has them in float32.
+        """
         self._context = context
-        self._unrotated = unrotated
-        self._is_bfloat16 = is_bfloat16
+        self._faults = faults
+        self._kind = kind
 
     def close(self) -> None:
         """Frees its context."""
@@ -250,7 +289,7 @@ class Shifter:
         parts = [
             (number, part, distance)
             for number, (state, distance) in enumerate(states)
-            for part in split(widened(parse(state)) if self._is_bfloat16 else parse(state), _SHIFT_CELLS)
+            for part in split(parse(state) if self._kind is None else widened(parse(state)), _SHIFT_CELLS)
         ]
         found: list[list[SequenceState]] = [[] for _ in states]
         while parts:
@@ -261,17 +300,9 @@ class Shifter:
                 batch.append(parts.pop(0))
             moved = self._shift([(pack(part), distance) for _, part, distance in batch])
             for (number, part, _), state in zip(batch, moved, strict=True):
-                found[number].append(self._with_unrotated(parse(state), part))
-        return [pack(narrowed(joined(each)) if self._is_bfloat16 else joined(each)) for each in found]
-
-    def _with_unrotated(self, moved: SequenceState, before: SequenceState) -> SequenceState:
-        if not any(map(any, self._unrotated)):
-            return moved
-        memories: list[MemoryState] = []
-        for memory, other, layers in zip(moved.memories, before.memories, self._unrotated, strict=True):
-            pairs = zip(memory.keys, other.keys, layers, strict=True)
-            memories.append(replace(memory, keys=tuple(old if is_kept else new for new, old, is_kept in pairs)))
-        return SequenceState(moved.header, tuple(memories))
+                found[number].append(self._faults.mended(parse(state), part))
+        whole = [joined(each) for each in found]
+        return [pack(state if self._kind is None else narrowed(state, self._kind)) for state in whole]
 
     def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
         context = self._context

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
 from kvmosaic.llama.interface import build_name
@@ -26,6 +26,8 @@ ALL_LAYERS = -1
 _MANY_POSITIONS = {8: "M-RoPE", 24: "vision RoPE", 40: "interleaved M-RoPE"}
 """Types of rotation in llama.cpp that take more than one position per token."""
 _LATENT = "attention.key_length_mla"
+_SCALED = "its rotation also scales keys (YaRN, LongRoPE), which is undone after a move; take kv_cache_dtype='f16'"
+"""Why quantized keys of such a model are not moved."""
 _CHUNKED = {"llama4"}
 """Architectures whose windows are chunks: a token sees none of the chunk before."""
 _LONG_FACTORS = "rope_factors_long.weight"
@@ -170,7 +172,8 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
             f"{file.path.name} have {', '.join(map(str, sorted(widths)))}; take kv_cache_dtype='f16'"
         )
     facts = measure_positions(file)
-    file.unrotated = facts.unrotated
+    file.shift_faults = facts.faults
+    is_scaled = cache_type == "q8_0" and facts.faults.scales
     return LlamaModel(
         file,
         _tokenizer(header),
@@ -180,7 +183,7 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
         cache_type,
         file.end_tokens(),
         weights_note=f"{file.description} run by llama.cpp ({build_name()})",
-        immovable_reason=facts.reason,
+        immovable_reason=_SCALED if is_scaled else facts.reason,
     )
 
 
@@ -236,7 +239,14 @@ def _tokenizer(header: GgufFile) -> Any:
 
     with weights.alone(header) as (folder, named):
         options = {**named, "local_files_only": True, "trust_remote_code": False}
-        return weights.read_file_tokenizer(header, folder, options)
+        try:
+            return weights.read_file_tokenizer(header, folder, options)
+        except KVMosaicError:
+            raise
+        except Exception as error:  # its checks of a configuration raise errors of any kind
+            raise UnsupportedModel(
+                f"transformers cannot read the tokenizer of {header.path.name} ({header.architecture}): {error}"
+            ) from error
 
 
 def _fingerprint(header: GgufFile, cache_type: str, entries: Mapping[str, int]) -> str:

@@ -29,7 +29,7 @@ _FLAGS = struct.Struct("<II")
 _ROTATION = struct.Struct("<I")
 _LAYER = struct.Struct("<iQ")
 _CELL = struct.Struct("<iII")
-_F32, _BF16 = 0, 30
+F32, F16, BF16 = 0, 1, 30
 """Types of ggml."""
 
 
@@ -166,22 +166,26 @@ def _joined(parts: Sequence[MemoryState]) -> MemoryState:
 
 
 def widened(state: SequenceState) -> SequenceState:
-    """The same numbers in float32, of bfloat16."""
+    """The same numbers in float32, of float16 or bfloat16."""
 
     def wide(layer: LayerRows) -> LayerRows:
+        if layer.kind == F16:
+            return LayerRows(F32, layer.rows.view(np.float16).astype(np.float32).view(np.uint8))
         numbers = layer.rows.view(np.uint16).astype(np.uint32) << 16
-        return LayerRows(_F32, numbers.view(np.uint8))
+        return LayerRows(F32, numbers.view(np.uint8))
 
     return _each_layer(state, wide)
 
 
-def narrowed(state: SequenceState) -> SequenceState:
-    """Numbers in float32 rounded to bfloat16: to the nearest, of two to the even one."""
+def narrowed(state: SequenceState, kind: int) -> SequenceState:
+    """Numbers in float32 rounded to float16 or bfloat16: to the nearest, of two to the even one."""
 
     def narrow(layer: LayerRows) -> LayerRows:
+        if kind == F16:
+            return LayerRows(F16, layer.rows.view(np.float32).astype(np.float16).view(np.uint8))
         bits = layer.rows.view(np.uint32)
         rounded = bits + (0x7FFF + ((bits >> 16) & 1))
-        return LayerRows(_BF16, (rounded >> 16).astype(np.uint16).view(np.uint8))
+        return LayerRows(BF16, (rounded >> 16).astype(np.uint16).view(np.uint8))
 
     return _each_layer(state, narrow)
 
