@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import EngineModel, SlotStorage, StepRunner
     from kvmosaic.llama.model import LlamaModel
 
+logger = logging.getLogger("kvmosaic")
+
 AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 """A model of either engine."""
 EngineName = Literal["auto", "transformers", "llama"]
@@ -50,7 +53,7 @@ Settings = TypeVar("Settings")
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
 _LLAMA_TOKENS = 32_768
-"""The most tokens of an `auto` chunk cache in llama.cpp, whose masks and compute buffers grow with its cells."""
+"""The most tokens of an `auto` chunk cache in llama.cpp, whose every step passes over all cells in use."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -271,6 +274,15 @@ def _build_runner(
         return Runner(model, num_blocks, config.block_size, backend)
     from kvmosaic.llama.runner import LlamaRunner
 
+    num_tokens = num_blocks["chunk_cache"] * config.block_size
+    if num_tokens > _LLAMA_TOKENS:
+        logger.warning(
+            "the chunk cache has %s tokens, and every step of llama.cpp passes over all that are in use: a full one "
+            "makes answers slower (docs/llama.md has numbers). chunk_cache_size='auto' holds %s; a tier such as host:8GiB "
+            "keeps more documents without that",
+            f"{num_tokens:,}",
+            f"{_LLAMA_TOKENS:,}",
+        )
     return LlamaRunner(
         model,
         num_blocks,

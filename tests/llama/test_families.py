@@ -14,7 +14,7 @@ from support.gguf_families import FAMILIES, WINDOW, family_file, family_model
 from support.llama_engine import RecordingLlamaRunner, llama_engine
 
 from kvmosaic.engine import Engine
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, InvalidOffset
 from kvmosaic.llama.library import ShiftFaults
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.llama.self_check import check_llama
@@ -139,6 +139,19 @@ def test_keys_without_rotation_keep_theirs_when_they_move(family: str, monkeypat
     monkeypatch.setattr(ShiftFaults, "mended", lambda self, moved, before: moved)
     check = check_llama(model(family), num_threads=1)
     assert not check.passed and "a moved document" in check.reason
+
+
+def test_a_gap_of_a_window_is_refused_before_anything_runs() -> None:
+    """llama.cpp refuses rows after a gap, and the token before it cannot stand in where no window reaches it."""
+    engine = llama_engine(model("gemma3"))
+    system, chunk, question = Prompt.from_tokens([5, 6, 7], [[8, 9]], [10]).segments
+    for place, is_allowed in ((3 + WINDOW - 2, True), (3 + WINDOW - 1, False)):
+        prompt = Prompt((system, replace(chunk, position_offset=place), question))
+        if is_allowed:
+            assert difference(engine, prompt, "gemma3", position_strategy="absolute") < NEAR
+        else:
+            with pytest.raises(InvalidOffset, match="7 positions are left empty, and this model allows 6 "):
+                engine.add_request(prompt, params(), position_strategy="absolute")
 
 
 def test_order_of_documents_changes_no_bit_with_windows() -> None:

@@ -92,6 +92,13 @@ def save_gguf(
     return path
 
 
+def hf_name(name: str) -> str:
+    """The tensor's name in a Llama of transformers."""
+    *prefix, place, part = name.split(".")
+    layer = f"model.layers.{prefix[1]}." if prefix else ""
+    return f"{layer}{next(key for key, value in NAMES.items() if value == place)}.{part}"
+
+
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Rows of queries and keys in the order of llama.cpp, which turns neighbouring dimensions together."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])

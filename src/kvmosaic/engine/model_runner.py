@@ -71,6 +71,10 @@ class EngineModel(Protocol):
         """Why cached tokens cannot be used at another position."""
 
     @property
+    def max_gap(self) -> int | None:
+        """The most positions that may be left empty before a text; None: any number."""
+
+    @property
     def no_window_reason(self) -> str:
         """Why a text cannot have a rolling window."""
 

@@ -74,6 +74,11 @@ class LlamaModel:
         return self.file.window if self.file.window <= self.max_positions else 0
 
     @property
+    def max_gap(self) -> int | None:
+        """The most positions left empty before a text: the token before them is to be in its window."""
+        return max(0, self.window - 2) if self.window else None
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the keys; float16 if they are quantized."""
         return _DTYPES.get(self.cache_type, torch.float16)

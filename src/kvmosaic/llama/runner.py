@@ -275,22 +275,13 @@ class LlamaRunner:
         return (*group.runs[:index], rest, *group.runs[index + 1 :], token)
 
     def _max_rows(self, group: _Group) -> int:
-        """Rows of a group, from the first, that may see its last token with another position: it is in their window.
-
-        Raises:
-            ModelError: not even the first has.
-        """
+        """Rows of a group, from the first, that may see its last token with another position: it is in their window."""
         if not self._window or not group.runs:
             return len(group.token_ids)
         distance = group.position - max(self._last_position(run) for run in group.runs)
         if distance == 1:
             return len(group.token_ids)
-        if distance >= self._window:
-            raise ModelError(
-                f"a prompt leaves {distance - 1:,} positions empty before position {group.position:,}, more than the "
-                f"model's window of {self._window:,} tokens; leave fewer positions empty, or take "
-                "position_strategy='shared'"
-            )
+        assert distance < self._window, "refused when the request was added"
         return self._window - distance
 
     def _last_position(self, run: SlotRun) -> int:

@@ -120,6 +120,11 @@ class LoadedModel:
         return "transformers"
 
     @property
+    def max_gap(self) -> int | None:
+        """Positions left empty before a text change nothing here."""
+        return None
+
+    @property
     def no_scores_reason(self) -> str:
         """Why attention cannot be measured or weighed for a repair: it always can."""
         return ""
