@@ -278,8 +278,8 @@ def _build_runner(
     if num_tokens > _LLAMA_TOKENS:
         logger.warning(
             "the chunk cache has %s tokens, and every step of llama.cpp passes over all that are in use: a full one "
-            "makes answers slower (docs/llama.md has numbers). chunk_cache_size='auto' holds %s; a tier such as host:8GiB "
-            "keeps more documents without that",
+            "makes answers slower (docs/llama.md has numbers). chunk_cache_size='auto' holds %s; a tier such as "
+            "host:8GiB keeps more documents without that",
             f"{num_tokens:,}",
             f"{_LLAMA_TOKENS:,}",
         )

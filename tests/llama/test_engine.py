@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_conformance import ask, params
+from support.engine_conformance import ask, params, run
 from support.engines import dense_logits
 from support.llama_engine import RecordingLlamaRunner, llama_engine, llama_reader, reader_file
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.engine import Engine
-from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair, NotMovable, UnsupportedModel
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import load_llama
 from kvmosaic.llama.self_check import check_llama
@@ -137,6 +137,17 @@ def test_what_llama_cpp_cannot_do_is_refused_with_its_reason() -> None:
         with pytest.raises(InvalidRepair, match="does not give its attention"):
             engine.add_request(prompt, params(repair=policy))
     ask(engine, prompt, params(repair="first(4)"), position_strategy="sequential")
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_more_documents_than_sequences_are_refused_and_the_others_go_on(strategy: str) -> None:
+    engine = llama_engine(llama_reader(), blocks=(400, 400), max_moved=2000, num_sequences=256)
+    chunks = [[10 + number, 11, 12] for number in range(248)]
+    going = engine.add_request(Prompt.plain([5, 6, 7]), params(4))
+    with pytest.raises(InvalidPrompt, match=r"takes 249 sequences of llama.cpp, which has 248 .*fewer documents"):
+        engine.add_request(Prompt.from_tokens([5, 6], chunks, [9]), params(2), position_strategy=strategy)
+    most = engine.add_request(Prompt.from_tokens([5, 6], chunks[1:], [9]), params(2), position_strategy=strategy)
+    assert all(len(output.outputs[0].token_ids) > 1 for output in run(engine, [going, most]))
 
 
 def test_models_and_settings_that_cannot_run_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.gguf_families import FAMILIES, WINDOW, family_file, family_model
 from support.llama_engine import RecordingLlamaRunner, llama_engine
 
 from kvmosaic.engine import Engine
-from kvmosaic.errors import InvalidConfig, InvalidOffset
+from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.llama.library import ShiftFaults
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.llama.self_check import check_llama
@@ -150,7 +150,7 @@ def test_a_gap_of_a_window_is_refused_before_anything_runs() -> None:
         if is_allowed:
             assert difference(engine, prompt, "gemma3", position_strategy="absolute") < NEAR
         else:
-            with pytest.raises(InvalidOffset, match="7 positions are left empty, and this model allows 6 "):
+            with pytest.raises(InvalidPrompt, match="7 positions are left empty, and this model allows 6 "):
                 engine.add_request(prompt, params(), position_strategy="absolute")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvmosaic.attention import PoolName
     from kvmosaic.cache import BlockCopy
     from kvmosaic.layers import LayerGeometry, LayerShape
+    from kvmosaic.layout import Layout
     from kvmosaic.memory import ChunkTensors
     from kvmosaic.model.runner import SpanRows
 
@@ -71,10 +72,6 @@ class EngineModel(Protocol):
         """Why cached tokens cannot be used at another position."""
 
     @property
-    def max_gap(self) -> int | None:
-        """The most positions that may be left empty before a text; None: any number."""
-
-    @property
     def no_window_reason(self) -> str:
         """Why a text cannot have a rolling window."""
 
@@ -85,6 +82,9 @@ class EngineModel(Protocol):
     @property
     def no_scores_reason(self) -> str:
         """Why attention cannot be measured or weighed for a repair."""
+
+    def why_unreadable(self, layout: Layout) -> str:
+        """Why a prompt so arranged cannot be read, and the way out; empty when it can."""
 
 
 class SlotStorage(Protocol):

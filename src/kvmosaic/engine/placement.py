@@ -10,7 +10,7 @@ from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.rolling_window import check_positions
-from kvmosaic.errors import InvalidOffset, NotMovable, PromptTooLong
+from kvmosaic.errors import InvalidOffset, InvalidPrompt, NotMovable, PromptTooLong
 from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
@@ -131,12 +131,12 @@ class Placer:
             raise not_movable(model, strategy, context)
         if max_positions is not None:
             _check_offsets(layout, max_positions)
-        if model.max_gap is not None:
-            _check_gaps(layout, model.max_gap)
         if window is not None:
             check_positions(window, layout, max_positions)
         elif max_positions is not None:
             check_length(layout, max_positions, 0 if chunks_only else 1)
+        if reason := model.why_unreadable(layout):
+            raise InvalidPrompt(reason)
         return layout
 
 
@@ -149,18 +149,6 @@ def _check_offsets(layout: Layout, max_positions: int) -> None:
                 f"{span.segment.label} has position_offset {offset} and {span.num_tokens} tokens and needs positions "
                 f"up to {span.end - 1}, but the model's are 0 to {max_positions - 1}; use an offset of at most {most}, "
                 "which leaves one position for the question"
-            )
-
-
-def _check_gaps(layout: Layout, max_gap: int) -> None:
-    """Raises InvalidOffset if more positions are left empty before a segment than the engine allows."""
-    for span in layout.spans:
-        seen = max((layout.spans[view.span].end + view.distance for view in span.views), default=span.start)
-        if span.start - seen > max_gap:
-            raise InvalidOffset(
-                f"{span.segment.label} begins at position {span.start:,} and what it sees ends at {seen:,}: "
-                f"{span.start - seen:,} positions are left empty, and this model allows {max_gap:,} in this engine, "
-                "less than its window; use a smaller position_offset, preamble='all', or engine='transformers'"
             )
 
 

@@ -12,8 +12,10 @@ import torch
 from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
+from kvmosaic.layout import Layout
 from kvmosaic.llama.interface import build_name
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
+from kvmosaic.llama.limits import why_unreadable
 from kvmosaic.llama.positions import measure_positions
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
 
@@ -73,10 +75,9 @@ class LlamaModel:
         """Tokens that a token sees in layers with a sliding window; 0 if no window ends within the positions used."""
         return self.file.window if self.file.window <= self.max_positions else 0
 
-    @property
-    def max_gap(self) -> int | None:
-        """The most positions left empty before a text: the token before them is to be in its window."""
-        return max(0, self.window - 2) if self.window else None
+    def why_unreadable(self, layout: Layout) -> str:
+        """Why a prompt so arranged cannot be read, and the way out; empty when it can."""
+        return why_unreadable(layout, self.window)
 
     @property
     def dtype(self) -> torch.dtype:

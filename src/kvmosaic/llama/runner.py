@@ -18,13 +18,12 @@ from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoSequence, SequenceView, SlotRun, Target
 from kvmosaic.llama.library import LlamaContext, Rows
+from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
 from kvmosaic.model.runner import SpanRows
 
-NUM_SEQUENCES = 256
-"""Sequences of a context: the most that llama.cpp allows."""
 _SPARE_CELLS = 1
 """Cells for the copy of a last token whose position would leave a gap."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerSpec
+from kvmosaic.layout import Layout
 from kvmosaic.model.cpu.fuse import count_fused, fuse_operations
 from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
@@ -119,10 +120,9 @@ class LoadedModel:
         """What runs it."""
         return "transformers"
 
-    @property
-    def max_gap(self) -> int | None:
-        """Positions left empty before a text change nothing here."""
-        return None
+    def why_unreadable(self, layout: Layout) -> str:
+        """Every layout can be read here."""
+        return ""
 
     @property
     def no_scores_reason(self) -> str:
