@@ -35,6 +35,8 @@ class LlamaModel:
     cache_type: str
     """Type of cached keys and values."""
     eos_token_ids: tuple[int, ...]
+    weights_type: str = ""
+    """The most frequent type of its weights, such as "Q4_K"."""
     weights_note: str = ""
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
     """GGUF files have none."""
@@ -117,6 +119,8 @@ def load_llama(
         UnsupportedModel: it is damaged, llama.cpp is missing or cannot run it, or it has states instead of a cache.
         InvalidConfig: an unknown type, or `max_positions` out of range.
     """
+    from kvmosaic.model.formats.gguf.weights import quantization_name
+
     cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
     if cache_type not in CACHE_TYPES:
         raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
@@ -139,6 +143,7 @@ def load_llama(
         _fingerprint(header, cache_type),
         cache_type,
         file.end_tokens(),
+        weights_type=quantization_name(header),
         weights_note=f"{file.description} run by llama.cpp ({build_name()})",
     )
 
