@@ -9,8 +9,10 @@ have the same one. So there are never more cells than slots, and whatever our po
 
 A forward needs a sequence with exactly the cells that its rows see: a *view*, built by tags. Views are kept, since the
 next token of an answer sees the same cells and one more. Cells that are read at another distance are copied and shifted
-first. When sequences run out, views go first, then moved copies, then homes: their cells move to host memory until they
-are read again.
+first.
+
+Every row looks at every cell in use, if only to skip it. So cells that were not read for some rows move to host memory
+until they are read again; the same when sequences or cells run out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from typing import NamedTuple
 
 from kvmosaic.llama.memory import SequenceMemory
 from kvmosaic.llama.state import SequenceState, gather, parse, relabelled
+
+IDLE_ROWS = 64
+"""Rows after which unread cells move to host memory: moving there and back takes as long as being skipped so often."""
 
 
 class SlotRun(NamedTuple):
@@ -48,8 +53,8 @@ class Target(NamedTuple):
     """The slot of the token before, if it belongs to the same span."""
 
 
-class NoSequence(Exception):
-    """All sequences, or all room for moved cells, belong to views in use."""
+class NoRoom(Exception):
+    """All sequences, cells, or room for moved copies, belong to views in use."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +67,23 @@ class Home:
     saved: bytes = b""
     freed: list[int] = field(default_factory=list)
     """Positions of saved cells that were freed since."""
+    read_at: int = 0
+    """Number of rows that had been computed when it was last read."""
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of its sequence, or of what is saved."""
+        return len(self.uses) + len(self.freed)
+
+
+@dataclass(eq=False, slots=True)
+class MovedCopy:
+    """A copy of a run's cells, moved. While `sequence` is None, they are in `saved`, in host memory."""
+
+    num_cells: int
+    sequence: int | None
+    saved: bytes = b""
+    read_at: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -75,18 +97,21 @@ class SequenceView:
     """Of these cells."""
     home: Home | None = None
     """Of the tokens that will be written through it."""
+    num_rows: int = 0
+    """How many these are."""
 
 
 class Cells:
     """Cells of all slots: homes, views and moved copies over one memory."""
 
-    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int) -> None:
+    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int, max_cells: int | None = None) -> None:
         """Describes an empty memory.
 
         Args:
             memory: where the cells are.
             num_slots: slots of all pools, numbered through.
             max_moved: maximum cells of moved copies.
+            max_cells: cells of the memory; None: enough for all slots and moved copies.
         """
         self.memory = memory
         self._homes: list[Home | None] = [None] * num_slots
@@ -96,10 +121,14 @@ class Cells:
         """Homes that have a sequence, the least recently used first; the same order in all of these."""
         self._views: OrderedDict[tuple[SlotRun, ...], SequenceView] = OrderedDict()
         self._taken: list[SequenceView] = []
-        self._moved: OrderedDict[SlotRun, int] = OrderedDict()
-        """Sequences of moved copies."""
+        self._moved: OrderedDict[SlotRun, MovedCopy] = OrderedDict()
         self._num_moved = 0
         self._max_moved = max_moved
+        self._max_cells = num_slots + max_moved if max_cells is None else max_cells
+        self._num_cells = 0
+        """Cells in use, and those that taken views will write."""
+        self._num_rows = 0
+        """Rows computed so far."""
 
     @property
     def num_slots(self) -> int:
@@ -114,7 +143,7 @@ class Cells:
             target: where their tokens will be written; None: nothing will be.
 
         Raises:
-            NoSequence: other taken views hold what it needs.
+            NoRoom: other taken views hold what it needs.
         """
         wanted = _joined(runs)
         view = self._views.pop(wanted, None)
@@ -130,7 +159,9 @@ class Cells:
                 self._show(run, view)
             self._touch(view)
             if target is not None:
-                view.home = self._home_for(target)
+                self._make_room_for(len(target.positions))
+                view.home, view.num_rows = self._home_for(target), len(target.positions)
+                self._num_cells += view.num_rows
         except BaseException:
             self.drop(view)
             raise
@@ -149,7 +180,9 @@ class Cells:
             self._homes[slot], self._positions[slot] = home, number
             home.uses[number] = 1
         view.homes.add(home)
-        view.home = None
+        self._num_cells += len(slots) - view.num_rows  # all of the rows may not have been computed
+        view.home, view.num_rows = None, 0
+        self._num_rows += len(slots)
         view.runs = _joined((*view.runs, *(SlotRun(slot, 1) for slot in slots)))
 
     def put_back(self, view: SequenceView) -> None:
@@ -163,7 +196,8 @@ class Cells:
         """Ends the use of a view, for good."""
         self._taken.remove(view)
         self._drop_sequence(view.sequence)
-        home, view.home = view.home, None
+        self._num_cells -= view.num_rows
+        home, view.home, view.num_rows = view.home, None, 0
         if home is not None and not home.uses:
             assert home.sequence is not None
             del self._stored[home]
@@ -229,10 +263,27 @@ class Cells:
         assert home is not None, "rows read written slots"
         return home
 
+    def rest(self, num_rows: int) -> None:
+        """Moves to host memory what no taken view shows and was not read for long, before a forward of so many rows."""
+        since = self._num_rows + num_rows - IDLE_ROWS
+        held = self._held_homes()
+        for home in [home for home in self._stored if home.read_at < since and home not in held]:
+            self._save_home(home)
+        shown = self._shown_runs()
+        idle = [(run, copy) for run, copy in self._moved.items() if copy.read_at < since and copy.sequence is not None]
+        for run, copy in idle:
+            if run not in shown:
+                self._save_copy(run, copy)
+
     def save_all(self) -> None:
         """Moves all cells to host memory and drops all views, so that the memory may be replaced by an empty one."""
         assert not self._taken
-        while self._views or self._moved or self._stored:
+        for run, copy in self._moved.items():
+            if copy.sequence is not None:
+                self._save_copy(run, copy)
+        for home in list(self._stored):
+            self._save_home(home)
+        while self._views:
             self._make_room()
 
     def check_invariants(self) -> None:
@@ -246,9 +297,14 @@ class Cells:
             assert home.uses == counts and (home.sequence is None) == (home not in self._stored)
         assert set(self._stored) <= set(uses)
         views = [*self._views.values(), *self._taken]
-        used = [home.sequence for home in self._stored] + [view.sequence for view in views] + [*self._moved.values()]
-        assert sorted([*used, *self._free]) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
+        copies = [copy for copy in self._moved.values() if copy.sequence is not None]
+        used = [*(home.sequence for home in self._stored), *(copy.sequence for copy in copies)]
+        taken = [*used, *(view.sequence for view in views), *self._free]
+        assert sorted(taken) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
         assert self._num_moved == sum(run.num_tokens for run in self._moved) <= self._max_moved
+        promised = sum(view.num_rows for view in self._taken)
+        in_use = sum(home.num_cells for home in self._stored) + sum(copy.num_cells for copy in copies)
+        assert self._num_cells == in_use + promised <= self._max_cells
 
     def _home_for(self, target: Target) -> Home:
         """The home of the token before if it has no cells at these positions, and no other view writes to it."""
@@ -266,14 +322,16 @@ class Cells:
         """Makes what a view shows the last to make room for others."""
         for home in view.homes:
             self._stored.move_to_end(home)
+            home.read_at = self._num_rows
         for run in view.runs:
             if run.is_copied:
                 self._moved.move_to_end(run)
+                self._moved[run].read_at = self._num_rows
 
     def _show(self, run: SlotRun, view: SequenceView) -> None:
         """Adds the cells of a run to a view."""
         if run.is_copied:
-            self.memory.tag(self._moved[run], view.sequence, 0, -1)
+            self.memory.tag(self._sequence_of_copy(self._moved[run]), view.sequence, 0, -1)
             return
         for home, start, stop in self._segments(run.first, run.num_tokens):
             self.memory.tag(self._sequence_of(home), view.sequence, start, stop)
@@ -293,15 +351,33 @@ class Cells:
     def _sequence_of(self, home: Home) -> int:
         """The sequence of a home, loaded if it was saved."""
         if home.sequence is None:
-            sequence = self._take_sequence()
-            self.memory.load(sequence, home.saved)
-            home.sequence, home.saved = sequence, b""
+            home.sequence = self._load(home.saved, home.num_cells)
+            home.saved = b""
             for position in home.freed:
-                self.memory.untag(sequence, position, position + 1)
+                self.memory.untag(home.sequence, position, position + 1)
+            self._num_cells -= len(home.freed)
             home.freed.clear()
         self._stored[home] = None
         self._stored.move_to_end(home)
         return home.sequence
+
+    def _sequence_of_copy(self, copy: MovedCopy) -> int:
+        """The sequence of a moved copy, loaded if it was saved."""
+        if copy.sequence is None:
+            copy.sequence, copy.saved = self._load(copy.saved, copy.num_cells), b""
+        return copy.sequence
+
+    def _load(self, state: bytes, num_cells: int) -> int:
+        """Writes saved cells into a sequence of their own."""
+        self._make_room_for(num_cells)
+        sequence = self._take_sequence()
+        try:
+            self.memory.load(sequence, state)
+        except BaseException:
+            self._drop_sequence(sequence)
+            raise
+        self._num_cells += num_cells
+        return sequence
 
     def _move(self, view: SequenceView, runs: Sequence[SlotRun]) -> None:
         """Copies the cells of runs to where a taken view shows them."""
@@ -318,28 +394,69 @@ class Cells:
         for run, state in zip(runs, self.memory.shifted(states) if states else (), strict=True):
             while self._num_moved + run.num_tokens > self._max_moved:
                 self._drop_moved(self._unused_moved())
-            sequence = self._take_sequence()
-            try:
-                self.memory.load(sequence, relabelled(state, run.label) if run.label else state)
-            except BaseException:
-                self._drop_sequence(sequence)
-                raise
-            self._moved[run] = sequence
+            sequence = self._load(relabelled(state, run.label) if run.label else state, run.num_tokens)
+            self._moved[run] = MovedCopy(run.num_tokens, sequence, read_at=self._num_rows)
             self._num_moved += run.num_tokens
 
     def _unused_moved(self) -> SlotRun:
         """The least recently used moved copy that no taken view shows."""
-        shown = {run for view in self._taken for run in view.runs}
+        shown = self._shown_runs()
         for run in self._moved:
             if run not in shown:
                 return run
-        raise NoSequence
+        raise NoRoom
 
     def _drop_moved(self, run: SlotRun) -> None:
+        copy = self._moved.pop(run)
+        self._num_moved -= run.num_tokens
+        if copy.sequence is not None:
+            self._forget_copy(run, copy)
+
+    def _save_copy(self, run: SlotRun, copy: MovedCopy) -> None:
+        assert copy.sequence is not None
+        copy.saved = self.memory.save(copy.sequence)
+        self._forget_copy(run, copy)
+
+    def _forget_copy(self, run: SlotRun, copy: MovedCopy) -> None:
+        """Frees the cells of a moved copy."""
+        assert copy.sequence is not None
         for runs in [runs for runs in self._views if run in runs]:
             self._drop_sequence(self._views.pop(runs).sequence)
-        self._drop_sequence(self._moved.pop(run))
-        self._num_moved -= run.num_tokens
+        self._drop_sequence(copy.sequence)
+        copy.sequence = None
+        self._num_cells -= copy.num_cells
+
+    def _save_home(self, home: Home) -> None:
+        """Moves the cells of a home to host memory."""
+        assert home.sequence is not None
+        for runs in [runs for runs, view in self._views.items() if home in view.homes]:
+            self._drop_sequence(self._views.pop(runs).sequence)
+        home.saved = self.memory.save(home.sequence)
+        self._drop_sequence(home.sequence)
+        home.sequence = None
+        del self._stored[home]
+        self._num_cells -= home.num_cells
+
+    def _held_homes(self) -> set[Home | None]:
+        return {home for view in self._taken for home in (*view.homes, view.home)}
+
+    def _shown_runs(self) -> set[SlotRun]:
+        return {run for view in self._taken for run in view.runs}
+
+    def _make_room_for(self, num_cells: int) -> None:
+        """Moves what was not read for longest to host memory, until so many cells are free."""
+        if self._num_cells + num_cells <= self._max_cells:
+            return
+        held, shown = self._held_homes(), self._shown_runs()
+        copies = [(run, copy) for run, copy in self._moved.items() if copy.sequence is not None and run not in shown]
+        homes = [home for home in self._stored if home not in held]
+        while self._num_cells + num_cells > self._max_cells:
+            if homes and (not copies or homes[0].read_at < copies[0][1].read_at):
+                self._save_home(homes.pop(0))
+            elif copies:
+                self._save_copy(*copies.pop(0))
+            else:
+                raise NoRoom
 
     def _take_sequence(self) -> int:
         """A sequence without cells; what was not used for longest makes room: views, then moved copies, then homes."""
@@ -348,24 +465,20 @@ class Cells:
         return self._free.pop()
 
     def _make_room(self) -> None:
+        """Frees a sequence."""
         if self._views:
             self._drop_sequence(self._views.popitem(last=False)[1].sequence)
             return
-        try:
-            self._drop_moved(self._unused_moved())
-            return
-        except NoSequence:
-            pass
-        held = {home for view in self._taken for home in (*view.homes, view.home)}
+        shown, held = self._shown_runs(), self._held_homes()
+        for run, copy in self._moved.items():
+            if copy.sequence is not None and run not in shown:
+                self._save_copy(run, copy)
+                return
         for home in self._stored:
             if home not in held:
-                assert home.sequence is not None
-                home.saved = self.memory.save(home.sequence)
-                self._drop_sequence(home.sequence)
-                home.sequence = None
-                del self._stored[home]
+                self._save_home(home)
                 return
-        raise NoSequence
+        raise NoRoom
 
     def _drop_sequence(self, sequence: int) -> None:
         self.memory.untag(sequence)
@@ -383,6 +496,7 @@ class Cells:
             home.freed.append(position)
             return
         self.memory.untag(home.sequence, position, position + 1)
+        self._num_cells -= 1
         if not home.uses:
             self._free.append(home.sequence)
             del self._stored[home]

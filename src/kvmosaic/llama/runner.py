@@ -16,7 +16,7 @@ from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockCopy
 from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
-from kvmosaic.llama.cells import Cells, NoSequence, SequenceView, SlotRun, Target
+from kvmosaic.llama.cells import Cells, NoRoom, SequenceView, SlotRun, Target
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
@@ -66,6 +66,7 @@ class LlamaRunner:
         *,
         max_moved: int,
         num_threads: int,
+        max_cells: int | None = None,
         num_sequences: int = NUM_SEQUENCES,
         max_rows: int = 2048,
     ) -> None:
@@ -77,6 +78,7 @@ class LlamaRunner:
             block_size: tokens of a block.
             max_moved: cells for documents that are read elsewhere than they were computed.
             num_threads: compute threads of llama.cpp.
+            max_cells: cells that are allocated; slots beyond them are in host memory. None: one for every slot.
             num_sequences: sequences of the context, at most 256.
             max_rows: maximum rows of one forward.
 
@@ -87,16 +89,18 @@ class LlamaRunner:
         self._block_size = block_size
         self._offsets: dict[PoolName, int] = {"request": 0, "chunk_cache": num_blocks["request"] * block_size}
         num_slots = sum(num_blocks.values()) * block_size
+        max_moved += _SPARE_CELLS
+        self._num_cells = num_slots + max_moved if max_cells is None else min(max_cells, num_slots + max_moved)
         self._make_context: Callable[[], LlamaContext] = partial(
             model.file.context,
-            num_cells=num_slots + max_moved + _SPARE_CELLS,
+            num_cells=self._num_cells,
             num_sequences=num_sequences,
             num_threads=num_threads,
             max_rows=max_rows,
             cache_type=model.cache_type,
         )
         self._context = self._make_context()
-        self._cells = Cells(self._context, num_slots, max_moved + _SPARE_CELLS)
+        self._cells = Cells(self._context, num_slots, max_moved, self._num_cells)
         self._lock = threading.RLock()
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
@@ -170,12 +174,14 @@ class LlamaRunner:
             group = waiting[-1]
             try:
                 view = self._cells.take(self._continuous(group), group.target)
-            except NoSequence:
+            except NoRoom:
                 if taken:
                     break
                 raise ModelError(
-                    f"a prompt reads {len(group.runs):,} separate runs of cached tokens, more than llama.cpp's "
-                    f"{self._cells.memory.num_sequences} sequences allow; send fewer documents"
+                    f"a prompt reads {len(group.runs):,} separate runs of "
+                    f"{sum(run.num_tokens for run in group.runs):,} cached tokens, more than llama.cpp's "
+                    f"{self._cells.memory.num_sequences} sequences and {self._num_cells:,} cells hold at once; send "
+                    "fewer documents"
                 ) from None
             waiting.pop()
             if len(group.token_ids) > room:
@@ -189,6 +195,7 @@ class LlamaRunner:
 
     def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> Iterator[tuple[int, Tensor]]:
         rows = [Rows(group.token_ids, group.position, view.sequence, group.num_logits) for group, view in taken]
+        self._cells.rest(sum(len(group.token_ids) for group, _ in taken))
         try:
             logits = self._context.forward(rows)
         except BaseException:
