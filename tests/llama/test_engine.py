@@ -70,6 +70,20 @@ def test_composing_adds_no_error_to_what_llama_cpp_rounds(strategy: str) -> None
     assert statistics.median(composed) <= 2 * statistics.median(ordinary), (composed, ordinary)
 
 
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+@pytest.mark.parametrize("num_sequences", [5, 64])
+def test_documents_that_share_cells_count_each(strategy: str, num_sequences: int) -> None:
+    """The same document twice, and two versions of one that share their beginning."""
+    reader = load_model(bundled_reader(), dtype="float32")
+    one, two, other = documents(1, 3, 24)
+    for chunks in ([one, two, one], [one, two, one[:16] + other[:9]]):
+        engine = llama_engine(llama_reader(), num_sequences=num_sequences)
+        prompt = Prompt.from_tokens([5, 6, 7], chunks, QUESTION)
+        cold, warm = (logits_of(engine, prompt, strategy) for _ in range(2))
+        expected = dense_logits(reader, engine.arrange(prompt, strategy), [0])[0]
+        assert max(difference(cold, expected), difference(warm, expected)) < 0.01
+
+
 def test_ordinary_prompts_get_the_tokens_of_llama_cpp_itself() -> None:
     model = llama_reader("Q8_0", "f16")
     tokens = documents(3, 1, 50)[0]

@@ -90,7 +90,7 @@ class LlamaRunner:
         self._offsets: dict[PoolName, int] = {"request": 0, "chunk_cache": num_blocks["request"] * block_size}
         num_slots = sum(num_blocks.values()) * block_size
         max_moved += _SPARE_CELLS
-        self._num_cells = num_slots + max_moved if max_cells is None else min(max_cells, num_slots + max_moved)
+        self._num_cells = min(num_slots + max_moved, (max_cells or num_slots + max_moved) + _SPARE_CELLS)
         self._make_context: Callable[[], LlamaContext] = partial(
             model.file.context,
             num_cells=self._num_cells,
@@ -148,8 +148,13 @@ class LlamaRunner:
             groups = [group for span in spans for group in self._groups(span)]
             groups = [replace(group, number=number) for number, group in enumerate(groups)]
             self._cells.free(slot for group in groups for slot in group.slots)
-            logits = [part for _, part in sorted(self._run_groups(groups), key=lambda found: found[0])]
-            return torch.cat(logits) if logits else torch.empty(0, self.model.vocab_size)
+            forwards = [forward for forward in self._run_groups(groups) if forward[0]]
+            numbers = [number for found, _ in forwards for number in found]
+            if not numbers:
+                return torch.empty(0, self.model.vocab_size)
+            logits = forwards[0][1] if len(forwards) == 1 else torch.cat([part for _, part in forwards])
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            return logits if order == list(range(len(order))) else logits[order]
 
     def check_invariants(self) -> None:
         """Asserts that the cells are consistent; for tests."""
@@ -159,12 +164,12 @@ class LlamaRunner:
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[int, Tensor]]:
-        """Runs groups; gives the number of each and its logits, in parts if it needed more than one forward."""
+    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[list[int], Tensor]]:
+        """Runs groups; gives the logits of each forward, and the number of each row's group."""
         for level in _levels(groups):
             waiting = list(reversed(level))
             while waiting:
-                yield from self._forward(self._fill(waiting))
+                yield self._forward(self._fill(waiting))
 
     def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
         """Takes groups from the end of a list, as many as one forward has rows and sequences for."""
@@ -173,15 +178,13 @@ class LlamaRunner:
         while waiting and room:
             group = waiting[-1]
             try:
-                view = self._cells.take(self._continuous(group), group.target)
+                view = self._cells.take(self._continuous(group), group.target, may_copy=not taken)
             except NoRoom:
                 if taken:
                     break
                 raise ModelError(
-                    f"a prompt reads {len(group.runs):,} separate runs of "
-                    f"{sum(run.num_tokens for run in group.runs):,} cached tokens, more than llama.cpp's "
-                    f"{self._cells.memory.num_sequences} sequences and {self._num_cells:,} cells hold at once; send "
-                    "fewer documents"
+                    f"a prompt reads {sum(run.num_tokens for run in group.runs):,} cached tokens, more than the "
+                    f"{self._num_cells:,} cells of llama.cpp hold at once; send fewer documents"
                 ) from None
             waiting.pop()
             if len(group.token_ids) > room:
@@ -193,7 +196,7 @@ class LlamaRunner:
                 break
         return taken
 
-    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> Iterator[tuple[int, Tensor]]:
+    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> tuple[list[int], Tensor]:
         rows = [Rows(group.token_ids, group.position, view.sequence, group.num_logits) for group, view in taken]
         self._cells.rest(sum(len(group.token_ids) for group, _ in taken))
         try:
@@ -202,13 +205,10 @@ class LlamaRunner:
             for _, view in taken:
                 self._cells.drop(view)
             raise
-        first = 0
         for group, view in taken:
             self._cells.write(view, group.slots, group.position)
             self._cells.put_back(view)
-            if group.num_logits:
-                yield group.number, logits[first : first + group.num_logits]
-                first += group.num_logits
+        return [group.number for group, _ in taken for _ in range(group.num_logits)], logits
 
     def _groups(self, span: SpanRows) -> Iterator[_Group]:
         """The rows of a span, cut where positions are not consecutive or rows see something else."""
