@@ -14,7 +14,7 @@ from support.llama_engine import RecordingLlamaRunner, llama_engine, llama_reade
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.engine import Engine
-from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, RequestTooLarge, UnsupportedModel
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import load_llama
 from kvmosaic.llama.self_check import check_llama
@@ -151,6 +151,20 @@ def test_what_llama_cpp_cannot_do_is_refused_with_its_reason() -> None:
         with pytest.raises(InvalidRepair, match="does not give its attention"):
             engine.add_request(prompt, params(repair=policy))
     ask(engine, prompt, params(repair="first(4)"), position_strategy="sequential")
+
+
+def test_documents_beyond_the_cells_wait_in_host_memory_and_too_many_at_once_are_refused() -> None:
+    engine = llama_engine(llama_reader(), blocks=(32, 128), max_cells=32 * 4 + 100, max_moved=100)
+    chunks = [chunk[:30] for chunk in documents(8, 12)]
+    prompts = [Prompt.from_tokens([2, 3], chunks[first : first + 3], QUESTION) for first in range(0, 12, 3)]
+    first = [ask(engine, prompt, params(4)).outputs[0].token_ids for prompt in prompts]
+    again = [ask(engine, prompt, params(4)) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in again] == first
+    assert all(output.reuse.reused_tokens >= 90 for output in again)
+    with pytest.raises(RequestTooLarge, match="have 124 tokens, and this engine reads at most 100 cached tokens"):
+        engine.add_request(
+            Prompt.from_tokens([2, 3], [chunks[0] + chunks[1], chunks[2] + chunks[3] + [5, 6, 7, 8]], [9]), params(1)
+        )
 
 
 def test_models_and_settings_that_cannot_run_are_refused(tmp_path: Path) -> None:

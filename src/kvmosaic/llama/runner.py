@@ -110,6 +110,8 @@ class LlamaRunner:
             for pool in num_blocks
         }
         self.is_asleep = False
+        requests = num_blocks["request"] * block_size
+        self.max_chunk_tokens = None if max_cells is None else max_cells - requests
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the context; the cells of these blocks move to host memory."""
