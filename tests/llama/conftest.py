@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from kvmosaic.llama.interface import is_installed
 
-collect_ignore = [] if is_installed() else ["test_conformance.py", "test_engine.py", "test_faces.py", "test_storms.py"]
+collect_ignore = [] if is_installed() else ["test_bench.py", "test_conformance.py", "test_engine.py", "test_faces.py", "test_storms.py"]

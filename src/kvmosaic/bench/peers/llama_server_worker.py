@@ -121,7 +121,7 @@ class Client:
         sys.exit(f"the server of llama.cpp was not ready after {_SECONDS_TO_START:.0f} s")
 
     def forget(self) -> None:
-        """Replaces what the slots keep: the server erases them only if it was started with a folder to save them."""
+        """Empties the slots but for a token; its cache in host memory keeps what was computed, as it does for users."""
         for slot in range(_NUM_SLOTS):
             self._complete([1], 1, time.monotonic(), {}, slot)
 
