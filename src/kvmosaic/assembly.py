@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import EngineModel, SlotStorage, StepRunner
     from kvmosaic.llama.model import LlamaModel
 
-logger = logging.getLogger("kvmosaic")
-
 AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 """A model of either engine."""
 EngineName = Literal["auto", "transformers", "llama"]
@@ -53,7 +50,8 @@ Settings = TypeVar("Settings")
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
 _LLAMA_TOKENS = 32_768
-"""The most tokens of an `auto` chunk cache in llama.cpp, whose every step passes over all cells in use."""
+"""The most cells of llama.cpp for requests, and for documents: its masks and buffers grow with them. Other cached
+documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -246,7 +244,9 @@ def build_engine(
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
-    check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
+    num_cells = 0 if isinstance(model, LoadedModel) else _num_cells(request_blocks, chunk_blocks, config.block_size)
+    cached = (request_blocks + chunk_blocks) * bytes_per_block
+    check_fits(cached + num_cells * model.bytes_per_token(), model.device)
     kv_cache = KVCache(
         model.fingerprint,
         config,
@@ -274,23 +274,20 @@ def _build_runner(
         return Runner(model, num_blocks, config.block_size, backend)
     from kvmosaic.llama.runner import LlamaRunner
 
-    num_tokens = num_blocks["chunk_cache"] * config.block_size
-    if num_tokens > _LLAMA_TOKENS:
-        logger.warning(
-            "the chunk cache has %s tokens, and every step of llama.cpp passes over all that are in use: a full one "
-            "makes answers slower (docs/llama.md has numbers). chunk_cache_size='auto' holds %s; a tier such as "
-            "host:8GiB keeps more documents without that",
-            f"{num_tokens:,}",
-            f"{_LLAMA_TOKENS:,}",
-        )
     return LlamaRunner(
         model,
         num_blocks,
         config.block_size,
         max_moved=min(model.max_positions, num_blocks["chunk_cache"] * config.block_size),
         num_threads=_num_threads(engine_config),
+        max_cells=_num_cells(num_blocks["request"], num_blocks["chunk_cache"], config.block_size),
         max_rows=engine_config.max_num_batched_tokens,
     )
+
+
+def _num_cells(request_blocks: int, chunk_blocks: int, block_size: int) -> int:
+    """Cells of llama.cpp: for all requests, and for the cached documents that prompts read at once."""
+    return request_blocks * block_size + min(chunk_blocks * block_size, _LLAMA_TOKENS)
 
 
 def _num_threads(config: EngineConfig) -> int:
@@ -323,8 +320,7 @@ def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: in
 def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
     share = _FREE_SHARE_CPU if model.device.type == "cpu" else _FREE_SHARE_GPU
-    size = max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
-    return size if isinstance(model, LoadedModel) else min(size, _LLAMA_TOKENS * model.bytes_per_token())
+    return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
 
 
 def _gib(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ collect_ignore = (
     []
     if is_installed()
     else [
+        "test_bench.py",
         "test_conformance.py",
         "test_engine.py",
         "test_faces.py",

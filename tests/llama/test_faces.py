@@ -33,17 +33,6 @@ def test_a_gguf_file_runs_in_llama_cpp_and_documents_are_reused_in_any_order() -
         assert len(first) > 2 and len(again) > 2 and reused > 20
 
 
-def test_a_cache_that_slows_every_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    def warnings(size: str) -> list[str]:
-        caplog.clear()
-        with LLM(reader_file("Q8_0"), chunk_cache_config=ChunkCacheConfig(chunk_cache_size=size), self_check=False):
-            return [record.getMessage() for record in caplog.records if "passes over" in record.getMessage()]
-
-    assert not warnings("auto")
-    (told,) = warnings("120MiB")
-    assert "40,960 tokens" in told and "32,768" in told and "host:" in told
-
-
 def test_transformers_can_be_chosen() -> None:
     with LLM(reader_file("Q8_0"), engine="transformers") as llm:
         assert isinstance(llm.model, LoadedModel)

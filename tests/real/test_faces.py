@@ -86,7 +86,7 @@ def called(*arguments: str | Path) -> Result:
 
 
 def test_check_passes_in_the_type_that_this_machine_takes(model_file: Path) -> None:
-    result = called("check", model_file)
+    result = called("check", model_file, "--engine", "transformers")
     dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
     assert f"is dequantized to {dtype}" in " ".join(result.stderr.split())
 

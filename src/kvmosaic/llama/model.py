@@ -49,6 +49,8 @@ class LlamaModel:
     cache_type: str
     """Type of cached keys and values."""
     eos_token_ids: tuple[int, ...]
+    weights_type: str = ""
+    """The most frequent type of its weights, such as "Q4_K"."""
     weights_note: str = ""
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
     """GGUF files have none."""
@@ -159,6 +161,8 @@ def load_llama(
 
 
 def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_type: str) -> LlamaModel:
+    from kvmosaic.model.formats.gguf.weights import quantization_name
+
     _check_memory(header, file)
     limit = file.max_positions
     if max_positions is not None and not 1 <= max_positions <= limit:
@@ -188,6 +192,7 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
         _fingerprint(header, cache_type, _factors(header, max_positions)),
         cache_type,
         file.end_tokens(),
+        weights_type=quantization_name(header),
         weights_note=f"{file.description} run by llama.cpp ({build_name()})",
         immovable_reason=_SCALED if is_scaled else facts.reason,
     )
