@@ -176,11 +176,14 @@ def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
         raise not_movable(model, config.position_strategy, config.chunk_context)
 
 
-def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization: str) -> bool:
+def runs_in_llama(
+    name: str | Path, engine: EngineName, dtype: str, quantization: str, kv_cache_dtype: str = "auto"
+) -> bool:
     """Whether llama.cpp is to run a model; `auto` takes it if nothing is asked for that it does not do.
 
     Raises:
-        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers.
+        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers; or
+            settings are for llama.cpp, which does not run it.
     """
     wants_numbers = dtype != "auto" or quantization != "none"
     is_gguf = find_format(name)[0] is FORMATS["gguf"]
@@ -193,11 +196,19 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization
             f"dtype={dtype!r:.80} and quantization={quantization!r:.80} are for transformers: llama.cpp computes with "
             "the weights of the file; leave them out, or take engine='transformers'"
         )
-    if engine == "llama" or not is_gguf:
-        return engine == "llama"
-    from kvmosaic.llama.interface import is_installed
+    if engine == "llama":
+        return True
+    from kvmosaic.llama.interface import INSTALL, is_installed
 
-    return engine == "auto" and not wants_numbers and is_installed()
+    if is_gguf and engine == "auto" and not wants_numbers and is_installed():
+        return True
+    if kv_cache_dtype != "auto":
+        way_out = "leave it out" if not is_gguf or is_installed() else INSTALL
+        raise InvalidConfig(
+            f"kv_cache_dtype={kv_cache_dtype!r:.80} is for llama.cpp, and transformers runs {name}; {way_out} (its "
+            "cache has the dtype of the model)"
+        )
+    return False
 
 
 def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:

@@ -152,7 +152,7 @@ class LLM:
                     "with load_model(..., quantization=...)"
                 )
             self.model = model
-        elif runs_in_llama(model, engine, dtype, quantization):
+        elif runs_in_llama(model, engine, dtype, quantization, kv_cache_dtype):
             from kvmosaic.llama.model import ALL_LAYERS, load_llama
 
             self.model = load_llama(

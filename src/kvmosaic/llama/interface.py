@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from importlib import metadata
 from importlib.util import find_spec
@@ -26,7 +27,9 @@ logger = logging.getLogger("kvmosaic.llama")
 
 INSTALL = "pip install 'kvmosaic[llama]'"
 _LEVELS = {3: logging.INFO, 4: logging.WARNING}
-"""Our levels for those of ggml; it warns of what is no fault here, such as more cells than positions."""
+"""Our levels for those of ggml; it warns of what is no fault here."""
+_CELLS_NOTE = "> n_ctx_train"
+"""In a warning that there are more cells than positions, as there are with cached documents."""
 
 
 class Batch(ctypes.Structure):
@@ -224,6 +227,11 @@ def build_name() -> str:
     return f"{package.name} {package.version}"
 
 
+def build_text() -> str:
+    """The engine and its build, for people."""
+    return f"llama.cpp ({build_name()})"
+
+
 @functools.cache
 def bindings() -> Any:
     """The library, initialized; its messages go to our log.
@@ -272,9 +280,32 @@ def _candidates(package: Package) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
+class _Errors(logging.Handler):
+    """Keeps messages, so that an error can say them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def errors_of_llama() -> Iterator[list[str]]:
+    """What llama.cpp says went wrong, from here on."""
+    errors = _Errors()
+    logger.addHandler(errors)
+    try:
+        yield errors.messages
+    finally:
+        logger.removeHandler(errors)
+
+
 def _write_log(level: int, text: bytes, _: Any) -> None:
     if message := text.decode("utf-8", "replace").strip(" .\n"):
-        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", message)
+        is_expected = _CELLS_NOTE in message
+        logger.log(logging.DEBUG if is_expected else _LEVELS.get(level, logging.DEBUG), "%s", message)
 
 
 _log = _LOG(_write_log)

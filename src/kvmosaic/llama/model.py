@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,15 @@ import torch
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
-from kvmosaic.llama.interface import build_name
+from kvmosaic.llama.interface import build_name, build_text
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
+from kvmosaic.llama.tokenizer_check import TokenDifference, token_differences
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
+from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer
+from kvmosaic.model.formats.gguf.weights import alone, identity, sampling_of
+from kvmosaic.model.quantized import bytes_text
+
+logger = logging.getLogger("kvmosaic.llama")
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
@@ -37,7 +44,9 @@ class LlamaModel:
     eos_token_ids: tuple[int, ...]
     weights_note: str = ""
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
-    """GGUF files have none."""
+    """How the file says that answers are sampled."""
+    token_differences: tuple[TokenDifference, ...] = ()
+    """Texts that become other tokens than in llama.cpp."""
     immovable_reason: str = ""
     """Why cached tokens cannot be used at another position; empty when they can."""
 
@@ -68,13 +77,18 @@ class LlamaModel:
 
     @property
     def kind(self) -> str:
-        """Architecture, size and type as llama.cpp describes them."""
-        return self.file.description
+        """Architecture, and type of its weights, as llama.cpp names them."""
+        return f"{self.file.architecture}, {self.file.weight_type}"
 
     @property
     def weights_text(self) -> str:
         """What runs its weights."""
-        return f"in llama.cpp ({build_name()})"
+        return f"in {self.engine_text}"
+
+    @property
+    def engine_text(self) -> str:
+        """The engine, its build, and what it computes with."""
+        return f"{build_text()}, {self.file.weight_type}, cache in {self.cache_type}"
 
     @property
     def num_fused(self) -> Mapping[str, int]:
@@ -131,15 +145,27 @@ def load_llama(
     limit = file.max_positions
     if max_positions is not None and not 1 <= max_positions <= limit:
         raise InvalidConfig(f"max_positions must be a whole number between 1 and {limit}, got {max_positions!r}")
+    tokenizer = _tokenizer(header)
+    differences = token_differences(file, tokenizer)
+    if differences:
+        logger.warning(
+            "%s: %d of the texts tried become other tokens than in llama.cpp, and answers may be worse (kvmosaic check "
+            "shows all): %s",
+            path.name,
+            len(differences),
+            differences[0],
+        )
     return LlamaModel(
         file,
-        _tokenizer(header),
+        tokenizer,
         _layers(header, file),
         max_positions or limit,
         _fingerprint(header, cache_type),
         cache_type,
         file.end_tokens(),
-        weights_note=f"{file.description} run by llama.cpp ({build_name()})",
+        weights_note=f"{path.name} ({bytes_text(header.num_bytes)}, {file.weight_type}) runs in {build_text()}",
+        generation_settings=sampling_of(header),
+        token_differences=differences,
     )
 
 
@@ -157,15 +183,10 @@ def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
 
 
 def _tokenizer(header: GgufFile) -> Any:
-    from kvmosaic.model.formats.gguf import weights
-
-    with weights.alone(header) as (folder, named):
-        options = {**named, "local_files_only": True, "trust_remote_code": False}
-        return weights.read_file_tokenizer(header, folder, options)
+    with alone(header) as (folder, named):
+        return read_file_tokenizer(header, folder, {**named, "local_files_only": True, "trust_remote_code": False})
 
 
 def _fingerprint(header: GgufFile, cache_type: str) -> str:
     """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
-    from kvmosaic.model.formats.gguf.weights import identity
-
     return identity(header, f"llama.cpp {build_name()} {cache_type}")
