@@ -37,6 +37,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck
+from kvmosaic.engine_facts import EngineFacts
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
@@ -178,6 +179,7 @@ class LLM:
             self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
         self.attention = choose_attention(self.model, attention_backend)
         backend = self.attention.backend
+        self.engine_facts = EngineFacts.of(self.model, self.attention.name)
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
         if enable_chunk_cache:

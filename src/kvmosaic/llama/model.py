@@ -83,12 +83,22 @@ class LlamaModel:
     @property
     def weights_text(self) -> str:
         """What runs its weights."""
-        return f"in {self.engine_text}"
+        return f"in {build_text()}"
 
     @property
-    def engine_text(self) -> str:
-        """The engine, its build, and what it computes with."""
-        return f"{build_text()}, {self.file.weight_type}, cache in {self.cache_type}"
+    def weight_device(self) -> str:
+        """Where its weights are, "cpu" or "gpu"."""
+        return "gpu" if self.file.is_on_gpu else "cpu"
+
+    @property
+    def engine_build(self) -> str:
+        """Package and version of llama.cpp."""
+        return build_name()
+
+    @property
+    def weight_type(self) -> str:
+        """Of most weights."""
+        return self.file.weight_type
 
     @property
     def num_fused(self) -> Mapping[str, int]:

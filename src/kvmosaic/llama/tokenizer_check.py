@@ -69,7 +69,7 @@ def _texts(tokenizer: Any) -> Iterator[str]:
         return
     try:
         yield tokenizer.apply_chat_template(_CONVERSATION, tokenize=False, add_generation_prompt=True)
-    except Exception:  # a template may refuse such a conversation; errors of it are told when it is used
+    except Exception:  # a template may refuse such a conversation; it raises again when it is used
         return
 
 
