@@ -24,7 +24,8 @@ from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
-from kvmosaic.model import LoadedModel
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
@@ -209,6 +210,51 @@ def runs_in_llama(
             "cache has the dtype of the model)"
         )
     return False
+
+
+def open_model(
+    name: str | Path,
+    *,
+    engine: EngineName = "auto",
+    kv_cache_dtype: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Quantization = "none",
+    max_positions: int | None = None,
+    **options: Any,
+) -> AnyModel:
+    """Loads a model into the engine that is to run it.
+
+    Args:
+        name: see `LLM`, and so for the settings.
+        engine: what is to run it.
+        kv_cache_dtype: for llama.cpp.
+        dtype: for transformers.
+        device: where weights are to be.
+        quantization: for transformers.
+        max_positions: the longest sequence to run.
+        options: more of `load_model`, for transformers.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, InvalidConfig: see `load_model` and `load_llama`.
+    """
+    if runs_in_llama(name, engine, dtype, quantization, kv_cache_dtype):
+        from kvmosaic.llama.model import ALL_LAYERS, load_llama
+
+        return load_llama(
+            Path(name).expanduser(),
+            max_positions=max_positions,
+            kv_cache_dtype=kv_cache_dtype,
+            gpu_layers=0 if device == "cpu" else ALL_LAYERS,
+        )
+    return load_model(
+        bundled_reader() if name == BUNDLED_READER else name,
+        dtype=dtype,
+        device=device,
+        max_positions=max_positions,
+        quantization=quantization,
+        **options,
+    )
 
 
 def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:

@@ -136,7 +136,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
-    "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_n_params": (c_uint64, (c_void_p,)),

@@ -60,7 +60,6 @@ class LlamaFile:
         self.is_on_gpu = bool(gpu_layers and library.llama_supports_gpu_offload())
         self.vocab_size: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self.max_positions: int = library.llama_model_n_ctx_train(self._model)
-        self.num_layers: int = library.llama_model_n_layer(self._model)
         self.num_kv_heads: int = library.llama_model_n_head_kv(self._model)
         self.num_parameters: int = library.llama_model_n_params(self._model)
         self.num_bytes: int = library.llama_model_size(self._model)

@@ -24,7 +24,8 @@ from kvmosaic.model.quantized import bytes_text
 logger = logging.getLogger("kvmosaic.llama")
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+CACHE_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+"""Of one number, by the type of the cache."""
 ALL_LAYERS = -1
 """For `gpu_layers`."""
 
@@ -117,7 +118,7 @@ class LlamaModel:
 
     def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values that one token takes in all layers; with a dtype, if they were of this one."""
-        bits = _BITS[self.cache_type] if dtype is None else 8.0 * dtype.itemsize
+        bits = CACHE_BITS[self.cache_type] if dtype is None else 8.0 * dtype.itemsize
         return int(bits / 8 * sum(layer.numbers_per_token for layer in self.layers))
 
 
@@ -141,10 +142,7 @@ def load_llama(
         UnsupportedModel: it is damaged, llama.cpp is missing or cannot run it, or it has states instead of a cache.
         InvalidConfig: an unknown type, or `max_positions` out of range.
     """
-    cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
-    if cache_type not in CACHE_TYPES:
-        raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
-    header = read_gguf(path)
+    header, cache_type = read_gguf(path), cache_type_of(kv_cache_dtype)
     file = LlamaFile(path, gpu_layers=gpu_layers)
     if file.is_recurrent:
         file.close()
@@ -168,7 +166,7 @@ def load_llama(
     return LlamaModel(
         file,
         tokenizer,
-        _layers(header, file),
+        layers_of(header, file.num_kv_heads, file.window),
         max_positions or limit,
         _fingerprint(header, cache_type),
         cache_type,
@@ -179,17 +177,48 @@ def load_llama(
     )
 
 
-def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
-    """Geometry and mask of each layer, as the file states them."""
-    num_heads = int(header.stated("attention.head_count"))
-    head_dim = int(header.stated("embedding_length")) // num_heads
-    key_dim = int(header.stated("attention.key_length") or head_dim)
-    value_dim = int(header.stated("attention.value_length") or head_dim)
-    window = MaskSpec("window", file.window) if file.window else FULL
+def cache_type_of(kv_cache_dtype: str) -> str:
+    """The type of cached keys and values.
+
+    Raises:
+        InvalidConfig: an unknown one.
+    """
+    cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
+    if cache_type not in CACHE_TYPES:
+        raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
+    return cache_type
+
+
+def layers_of(header: GgufFile, num_kv_heads: int | None = None, window: int | None = None) -> tuple[LayerShape, ...]:
+    """Geometry and mask of each layer, as a file states them.
+
+    Args:
+        header: of the file.
+        num_kv_heads: key heads of a layer, if llama.cpp said so.
+        window: positions of a sliding window, if llama.cpp said so.
+    """
+    num_heads = _stated_number(header, "attention.head_count")
+    key_heads = num_kv_heads or _stated_number(header, "attention.head_count_kv", num_heads)
+    head_dim = _stated_number(header, "embedding_length") // num_heads
+    key_dim = _stated_number(header, "attention.key_length", head_dim)
+    value_dim = _stated_number(header, "attention.value_length", head_dim)
+    size = _stated_number(header, "attention.sliding_window", 0) if window is None else window
+    mask = MaskSpec("window", size) if size else FULL
     return tuple(
-        LayerShape(index, file.num_kv_heads, key_dim, value_dim, False, index, num_heads, window)
-        for index in range(file.num_layers)
+        LayerShape(index, key_heads, key_dim, value_dim, False, index, num_heads, mask)
+        for index in range(_stated_number(header, "block_count"))
     )
+
+
+def _stated_number(header: GgufFile, key: str, default: int | None = None) -> int:
+    """A number that the architecture states, the largest one if it is stated for each layer."""
+    value = header.stated(key)
+    value = max(value) if isinstance(value, list) and value else value
+    if isinstance(value, int) and value > 0:
+        return value
+    if default is None:
+        raise UnsupportedModel(f"{header.path} states no {header.architecture}.{key}; convert the model again")
+    return default
 
 
 def _tokenizer(header: GgufFile) -> Any:
