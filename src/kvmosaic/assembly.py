@@ -239,13 +239,13 @@ def open_model(
         ModelNotFound, UnsupportedModel, InvalidConfig: see `load_model` and `load_llama`.
     """
     if runs_in_llama(name, engine, dtype, quantization, kv_cache_dtype):
-        from kvmosaic.llama.model import ALL_LAYERS, load_llama
+        from kvmosaic.llama.model import gpu_layers_of, load_llama
 
         return load_llama(
             Path(name).expanduser(),
             max_positions=max_positions,
             kv_cache_dtype=kv_cache_dtype,
-            gpu_layers=0 if device == "cpu" else ALL_LAYERS,
+            gpu_layers=gpu_layers_of(device),
         )
     return load_model(
         bundled_reader() if name == BUNDLED_READER else name,

@@ -52,6 +52,13 @@ def test_a_type_of_the_cache_is_refused_where_transformers_runs_the_model(monkey
         LLM(reader_file("Q8_0"), kv_cache_dtype="q8_0")
 
 
+def test_a_gpu_is_refused_where_llama_cpp_was_built_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface.bindings(), "llama_supports_gpu_offload", lambda: False)
+    for device, reason in (("cuda", "built for CPUs only"), ("cuda:1", "CUDA_VISIBLE_DEVICES"), ("gpu", "all GPUs")):
+        with pytest.raises(InvalidConfig, match=reason):
+            LLM(reader_file("Q8_0"), device=device)
+
+
 def test_plan_counts_the_weights_of_the_file_and_the_cache_that_is_chosen() -> None:
     path = reader_file("Q8_0")
     header, dequantized = read_gguf(path), read_model(path)

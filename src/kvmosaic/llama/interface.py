@@ -171,6 +171,8 @@ class Package(NamedTuple):
     """Patterns of the library's file in the module's folder; the first that is there is opened."""
     tested: dict[str, type[ctypes.Structure]]
     """Versions that were tested, and their `llama_context_params`."""
+    needs: frozenset[str] = frozenset()
+    """Instruction sets of an x86 CPU for which it was built, by their names in Linux."""
 
     @property
     def version(self) -> str:
@@ -197,6 +199,7 @@ PACKAGES = (
         "xllamacpp",
         ("xllamacpp*.so",),
         {"2026.10.11549": ContextParamsWithExperts},
+        frozenset({"avx2", "fma", "f16c"}),
     ),
 )
 
@@ -245,6 +248,13 @@ def bindings() -> Any:
             f"{package.name} {package.version} was not tested, and its structures may differ; tested: "
             f"{', '.join(package.tested)} ({INSTALL}, or take engine='transformers')"
         )
+    known = cpu_flags()
+    if known and (lacking := package.needs - known):
+        raise UnsupportedModel(
+            f"{package.name} was built for CPUs with {', '.join(sorted(package.needs))}, and this one lacks "
+            f"{', '.join(sorted(lacking))}; install llama-cpp-python, which is compiled for this machine, or take "
+            "engine='transformers'"
+        )
     library = _open(package)
     functions = {
         **_FUNCTIONS,
@@ -260,6 +270,15 @@ def bindings() -> Any:
     library.llama_log_set(_log, None)
     library.llama_backend_init()
     return library
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this x86 CPU; none where they are not known, as on other systems and processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _open(package: Package) -> ctypes.CDLL:

@@ -13,7 +13,7 @@ import torch
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
-from kvmosaic.llama.interface import build_name, build_text
+from kvmosaic.llama.interface import bindings, build_name, build_text
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
 from kvmosaic.llama.tokenizer_check import TokenDifference, token_differences
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
@@ -187,6 +187,27 @@ def cache_type_of(kv_cache_dtype: str) -> str:
     if cache_type not in CACHE_TYPES:
         raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
     return cache_type
+
+
+def gpu_layers_of(device: str) -> int:
+    """How many layers are to be on a GPU.
+
+    Raises:
+        InvalidConfig: a device that llama.cpp does not have here.
+    """
+    if device in ("auto", "cpu"):
+        return 0 if device == "cpu" else ALL_LAYERS
+    if device not in ("cuda", "mps"):
+        raise InvalidConfig(
+            f"llama.cpp runs on 'cpu', or on all GPUs that it sees ('cuda', 'mps', 'auto'), got device={device!r:.80}; "
+            "CUDA_VISIBLE_DEVICES chooses among GPUs"
+        )
+    if not bindings().llama_supports_gpu_offload():
+        raise InvalidConfig(
+            f"device={device!r}: {build_name()} was built for CPUs only; install a build for your GPU, leave it out, "
+            "or take engine='transformers'"
+        )
+    return ALL_LAYERS
 
 
 def layers_of(header: GgufFile, num_kv_heads: int | None = None, window: int | None = None) -> tuple[LayerShape, ...]:
