@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support.llama_engine import llama_reader
+from support.screen import Screen, start_browser
 from support.server import RunningServer, wait_until
 
 DOCUMENTS = [
@@ -123,6 +124,22 @@ def test_metrics_and_the_page_tell_the_engine_its_build_and_the_types_of_numbers
     with client.stream("GET", "/dashboard/events") as reply:
         data = next(each[6:] for each in reply.iter_lines() if each.startswith("data: "))
     assert json.loads(data)["server"]["engine"] == f"llama.cpp ({facts.build}), weights Q8_0, cache f16"
+
+
+def test_the_page_names_the_engine_and_asks_about_documents_that_it_moves(server: RunningServer) -> None:
+    browser = start_browser()
+    try:
+        screen = Screen(browser).open(server.url)
+        screen.until(lambda: screen.text("#engine").startswith("llama.cpp ("), "the engine")
+        screen.load_examples()
+        screen.fill("#answer-tokens", "4")
+        assert {action for _, action in screen.ask()[1:]} == {"computed"}
+        screen.click("#strategy option[value='sequential']")
+        screen.click("#chosen > li:nth-child(1) [data-action='Move down']")
+        assert "moved" in {action for _, action in screen.ask()}
+        screen.check_clean()
+    finally:
+        browser.quit()
 
 
 def test_a_server_stops_while_it_answers_and_a_second_one_finds_the_documents(tmp_path: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.gguf import save_gguf
@@ -17,6 +19,50 @@ from kvmosaic.llama.model import LlamaModel, load_llama
 
 def model_split_as(split: str, folder: Path) -> LlamaModel:
     return load_llama(save_gguf(folder / f"{split}.gguf", kind="Q8_0", metadata={"tokenizer.ggml.pre": split}))
+
+
+def sentence_pieces(texts: Sequence[str]) -> dict[str, Any]:
+    """Entries of a SentencePiece vocabulary: beginnings of the words of some texts, as many as the reader has."""
+    words = [word for text in texts for word in text.split() if not word.startswith("<")]
+    parts = [
+        *"\u2581".join(words),
+        *(before + word[:end] for word in words for end in range(1, 9) for before in BLANKS),
+    ]
+    special, count = ["<unk>", "<s>", "</s>", "<|user|>"], 3072
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [part for part in dict.fromkeys(parts) if part not in tokens]
+    tokens = [*tokens, *(f"unused{number}" for number in range(count))][:count]
+    kinds = [2, 3, 3, 3, *[6] * 256, *[1] * (count - 260)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(number) for number in range(count)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": None,
+        "tokenizer.chat_template": "{% for each in messages %}<|user|>\n{{ each.content }}</s>\n{% endfor %}",
+    }
+
+
+BLANKS = ("", "\u2581")
+TEXTS = (" two  blanks ", "<|user|>where does<|user|> it go", "no\nblank", "١٢٣ und Äpfel 🎉")
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_a_sentence_piece_file_says_where_blanks_are_added(has_prefix: bool, tmp_path: Path) -> None:
+    """As files of Llama 2, Mistral and TinyLlama say yes, and those of Phi-3 and Gemma no."""
+    entries = {**sentence_pieces(TEXTS), "tokenizer.ggml.add_space_prefix": has_prefix}
+    model = load_llama(save_gguf(tmp_path / "m.gguf", kind="Q8_0", metadata=entries))
+    assert model.token_differences == ()
+    for text in TEXTS:
+        token_ids = model.tokenizer.encode(text)
+        assert token_ids == model.file.tokenize(text), text
+        if not text.startswith("<"):
+            assert model.tokenizer.decode(token_ids, skip_special_tokens=True) == text
+    model.file.close()
 
 
 @pytest.mark.parametrize("split", ["gpt-2", "smollm", "qwen2", "llama-bpe", "exaone"])
