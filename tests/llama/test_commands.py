@@ -110,9 +110,10 @@ def test_tiers_that_warm_filled_are_explained_and_verified(tmp_path: Path) -> No
     notes.mkdir()
     (notes / "ferry.txt").write_text("The ferry goes to Oak Island at noon.")
     path = reader_file("Q8_0")
-    assert "1 computed" in run("warm", path, notes, "--chunk-tier", tier).output
-    asked = ("--documents", notes, "--question", "Where?")
-    explained = run("cache", "explain", path, *asked, "--chunk-tier", tier)
+    assert "1 computed" in run("warm", path, notes, "--chunk-tier", tier, "--kv-cache-dtype", "q8_0").output
+    asked = ("--documents", notes, "--question", "Where?", "--chunk-tier", tier)
+    assert "loaded" not in run("cache", "explain", path, *asked).output, "a cache of another type is another one"
+    explained = run("cache", "explain", path, *asked, "--kv-cache-dtype", "q8_0")
     assert explained.exit_code == 0 and "loaded" in explained.output
     assert "0 damaged" in run("cache", "verify", tier).output
 

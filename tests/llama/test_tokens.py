@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from support.gguf import save_gguf
-from support.llama_engine import reader_file
+from support.llama_engine import llama_reader, reader_file
 from typer.testing import CliRunner
 
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.llama.model import LlamaModel, load_llama
+from kvmosaic.model.formats.gguf.file import read_gguf
 
 
 def model_split_as(split: str, folder: Path) -> LlamaModel:
@@ -72,6 +73,12 @@ def test_texts_become_the_tokens_of_llama_cpp(split: str, tmp_path: Path) -> Non
     for text in ("७ ١٢٣ 77 cats", "<|begin|><|user|>\nhi<|end|>", "a\x00b", ""):
         assert model.tokenizer.encode(text) == model.file.tokenize(text), text
     model.file.close()
+
+
+def test_template_and_ends_of_answers_are_those_of_the_file() -> None:
+    model, header = llama_reader("Q8_0"), read_gguf(reader_file("Q8_0"))
+    assert model.tokenizer.chat_template == header.metadata["tokenizer.chat_template"]
+    assert model.eos_token_ids == (header.metadata["tokenizer.ggml.eos_token_id"],)
 
 
 def test_a_tokenizer_that_differs_is_told_once_and_shown_by_check(
