@@ -55,11 +55,7 @@ def test_constraints_pin_every_dependency() -> None:
     extras = project["optional-dependencies"]
     del extras["vllm"]  # an environment of its own, with constraints-vllm.txt
     wanted = [*project["dependencies"], *(requirement for extra in extras.values() for requirement in extra)]
-    names = {
-        re.split(r"[\[=<>;]", requirement)[0]
-        for requirement in wanted
-        if not requirement.startswith("kvmosaic[")
-    }
+    names = {re.split(r"[\[=<>;]", requirement)[0] for requirement in wanted if not requirement.startswith("kvmosaic[")}
     assert names - pinned == set()
 
 

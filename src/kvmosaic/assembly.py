@@ -50,8 +50,9 @@ Settings = TypeVar("Settings")
 
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
-_LLAMA_TOKENS = 32_768
-"""The most tokens of an `auto` chunk cache in llama.cpp, whose masks and compute buffers grow with its cells."""
+MAX_LLAMA_CELLS = 32_768
+"""The most cells of llama.cpp for requests, and for documents: its masks and buffers grow with them. Other cached
+documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
@@ -295,12 +296,14 @@ def build_engine(
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
     if not isinstance(model, LoadedModel):
-        request_blocks = min(request_blocks, -(-_LLAMA_TOKENS // config.block_size))
+        request_blocks = min(request_blocks, -(-MAX_LLAMA_CELLS // config.block_size))
     chunk_blocks = 1
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
-    check_fits((request_blocks + chunk_blocks) * bytes_per_block, model.device)
+    num_cells = 0 if isinstance(model, LoadedModel) else _num_cells(request_blocks, chunk_blocks, config.block_size)
+    cached = (request_blocks + chunk_blocks) * bytes_per_block
+    check_fits(cached + num_cells * model.bytes_per_token(), model.device)
     kv_cache = KVCache(
         model.fingerprint,
         config,
@@ -334,8 +337,14 @@ def _build_runner(
         config.block_size,
         max_moved=min(model.max_positions, num_blocks["chunk_cache"] * config.block_size),
         num_threads=_num_threads(engine_config),
+        max_cells=_num_cells(num_blocks["request"], num_blocks["chunk_cache"], config.block_size),
         max_rows=engine_config.max_num_batched_tokens,
     )
+
+
+def _num_cells(request_blocks: int, chunk_blocks: int, block_size: int) -> int:
+    """Cells of llama.cpp: for all requests, and for the cached documents that prompts read at once."""
+    return request_blocks * block_size + min(chunk_blocks * block_size, MAX_LLAMA_CELLS)
 
 
 def _num_threads(config: EngineConfig) -> int:
@@ -368,8 +377,7 @@ def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: in
 def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
     share = _FREE_SHARE_CPU if model.device.type == "cpu" else _FREE_SHARE_GPU
-    size = max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
-    return size if isinstance(model, LoadedModel) else min(size, _LLAMA_TOKENS * model.bytes_per_token())
+    return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
 
 
 def _gib(num_bytes: int) -> str:

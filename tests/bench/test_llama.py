@@ -20,6 +20,7 @@ from kvmosaic.bench.peers import llama_gguf
 from kvmosaic.bench.peers.llama_gguf import LlamaShape, from_bfloat16, in_pairs, llama_weights, to_bfloat16, write_gguf
 from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
+from kvmosaic.bench.subject import Subject
 from kvmosaic.errors import EngineError
 from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt
@@ -221,7 +222,7 @@ def test_llama_cpp_is_opened_or_left_out_with_a_note(folder: Path, monkeypatch: 
     def opened(python: Path | None) -> tuple[list[str], str]:
         options = PeerOptions(("on", "llama.cpp"), capacity="1MiB", llama_python=python, max_tokens=64)
         with ExitStack() as stack:
-            peers, notes = open_peers([model], folder, options, stack)
+            peers, notes = open_peers(Subject(folder, {"float32": model}, {}), options, stack)
             return [peer.name for peer in peers], notes[-1]
 
     assert opened(None) == (

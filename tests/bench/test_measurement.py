@@ -15,8 +15,8 @@ from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, Spread, measure, num_answers
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.plots import can_plot, save_plots
+from kvmosaic.bench.process import forget_peak, resident_bytes
 from kvmosaic.bench.report import BenchReport
-from kvmosaic.bench.resident import forget_peak, resident_bytes
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.targets import GENERATE, LLAMA_CPP, OFF, OWN, ends_of, targets

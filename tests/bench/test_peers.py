@@ -15,6 +15,7 @@ from kvmosaic.bench.peers.generate import GeneratePeer
 from kvmosaic.bench.peers.outside import OutsidePeer
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
+from kvmosaic.bench.subject import Subject
 from kvmosaic.errors import EngineError, InvalidConfig, ModelNotFound
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt
@@ -138,9 +139,9 @@ def test_vllm_that_does_not_start_is_left_out_with_a_note(folder: Path, model: L
     # an interpreter without vLLM: its worker ends at the import
     options = PeerOptions(("on", "vllm"), capacity="1MiB", vllm_python=Path(sys.executable))
     with ExitStack() as stack:
-        peers, notes = open_peers([model], folder, options, stack)
+        peers, notes = open_peers(Subject(folder, {"float32": model}, {}), options, stack)
         assert [peer.name for peer in peers] == ["kvmosaic"]
-    assert notes[0].startswith("Attention of our engine in float32: ")
+    assert notes[0].startswith("Our engine in float32: ")
     assert len(notes) == 2 and "No module named 'vllm'" in notes[1]
 
 

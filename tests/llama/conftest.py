@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from kvmosaic.llama.interface import is_installed
 
-_RUNS_IT = ("commands", "conformance", "engine", "faces", "server", "storms", "tokens")
+_RUNS_IT = ("bench", "commands", "conformance", "engine", "faces", "server", "storms", "tokens")
 collect_ignore = [] if is_installed() else [f"test_{name}.py" for name in _RUNS_IT]

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from kvmosaic.llama.cells import Cells, NoSequence, SlotRun, Target
+from kvmosaic.llama import cells
+from kvmosaic.llama.cells import Cells, NoRoom, SlotRun, Target
 from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack, parse
 
 NUM_SLOTS = 24
@@ -75,12 +76,13 @@ class WrittenOutMemory:
 class Twin:
     """Cells, and beside them what each slot must hold."""
 
-    def __init__(self, num_sequences: int, max_moved: int) -> None:
-        self.memory = WrittenOutMemory(num_sequences, NUM_SLOTS + max_moved)
-        self.cells = Cells(self.memory, NUM_SLOTS, max_moved)
+    def __init__(self, num_sequences: int, max_moved: int, max_cells: int | None = None) -> None:
+        self.memory = WrittenOutMemory(num_sequences, max_cells or NUM_SLOTS + max_moved)
+        self.cells = Cells(self.memory, NUM_SLOTS, max_moved, max_cells)
         self.slots: dict[int, tuple[int, int]] = {}
         """Position and content."""
         self.next_content = 1
+        self.rests, self.may_copy = False, False
 
     def write(self, runs: list[SlotRun], slots: list[int], position: int) -> None:
         self.cells.free(slots)
@@ -90,8 +92,8 @@ class Twin:
         runs = self.continuous(runs, position)
         after = slots[0] - 1 if slots[0] - 1 in self.slots else None
         try:
-            view = self.cells.take(runs, Target(range(position, position + len(slots)), after))
-        except NoSequence:
+            view = self.cells.take(runs, Target(range(position, position + len(slots)), after), may_copy=self.may_copy)
+        except NoRoom:
             self.cells.check_invariants()
             return
         expected = sorted(
@@ -102,6 +104,8 @@ class Twin:
         assert self.memory.seen(view.sequence) == expected
         contents = list(range(self.next_content, self.next_content + len(slots)))
         self.next_content += len(slots)
+        if self.rests:
+            self.cells.rest(len(slots))
         self.memory.compute(view.sequence, position, contents)
         self.cells.write(view, slots, position)
         self.cells.put_back(view)
@@ -109,19 +113,12 @@ class Twin:
             self.slots[slot] = position + number, content
 
     def continuous(self, runs: list[SlotRun], position: int) -> list[SlotRun]:
-        """Runs below a position whose last cell is right before it, in different slots."""
+        """Runs below a position whose last cell is right before it; they may have slots in common."""
         kept: list[SlotRun] = []
-        used: set[int] = set()
         for run in runs:
-            slots = range(run.first, run.first + run.num_tokens)
-            places = [self.slots[slot][0] + run.distance for slot in slots]
-            if (
-                not used & set(slots)
-                and all(0 <= place < position for place in places)
-                and len(set(places)) == len(places)
-            ):
+            places = self.places(run)
+            if all(0 <= place < position for place in places) and len(set(places)) == len(places):
                 kept.append(run)
-                used |= set(slots)
         if not kept:
             return []
         last, index = max(
@@ -172,11 +169,16 @@ def some_runs(chance: random.Random, slots: list[int]) -> list[SlotRun]:
     return runs
 
 
-@pytest.mark.parametrize("num_sequences", [6, 9, 40])
+@pytest.mark.parametrize("num_sequences", [4, 6, 9, 40])
 @pytest.mark.parametrize("max_moved", [4, 40])
+@pytest.mark.parametrize("max_cells", [None, 14])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_view_shows_exactly_what_it_is_to_show(num_sequences: int, max_moved: int, seed: int) -> None:
-    chance, twin = random.Random(seed), Twin(num_sequences, max_moved)
+def test_every_view_shows_exactly_what_it_is_to_show(
+    num_sequences: int, max_moved: int, max_cells: int | None, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "IDLE_ROWS", 6)
+    chance, twin = random.Random(seed), Twin(num_sequences, max_moved, max_cells)
+    twin.rests, twin.may_copy = seed % 2 == 0, seed % 4 < 2
     for _ in range(300):
         action = chance.random()
         if action < 0.7:

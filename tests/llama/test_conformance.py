@@ -18,6 +18,6 @@ def reader() -> LoadedModel:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_sequences", [64, 12])
+@pytest.mark.parametrize("num_sequences", [64, 12, 5])
 def test_llama_cpp(case: str, num_sequences: int) -> None:
     run_case(case, llama_engine(llama_reader(), num_sequences=num_sequences), Reference(reader(), 0.05))

@@ -12,6 +12,7 @@ from support.llama_engine import llama_engine, llama_reader
 from support.tiers import TroubledTier
 
 from kvmosaic.engine import Engine
+from kvmosaic.llama import cells
 from kvmosaic.prompt import Prompt
 
 ROUNDING = 0.1
@@ -44,6 +45,11 @@ class LlamaTruth(Truth):
                     assert (one - other).abs().max() < ROUNDING, f"wrong keys or values in {chunk.key.hex()}"
 
 
+@pytest.fixture(autouse=True)
+def cells_rest_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "IDLE_ROWS", 16)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_storm_makes_a_wrong_chunk_or_leaks_anything(seed: int) -> None:
     model = llama_reader()
@@ -58,7 +64,8 @@ def test_no_storm_makes_a_wrong_chunk_or_leaks_anything(seed: int) -> None:
             model,
             blocks=(30, 26),
             max_moved=chance.choice([64, 512]),
-            num_sequences=chance.choice([16, 20, 64]),
+            max_cells=chance.choice([None, 250]),
+            num_sequences=chance.choice([5, 16, 64]),
             max_rows=chance.choice([8, 64]),
             prefix_caching=chance.random() < 0.7,
             engine_options={

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from kvmosaic.bench.resident import forget_peak, resident_bytes
+from kvmosaic.bench.process import forget_peak, resident_bytes
 from support.server import ServeCommand
 
 KEYS = {"hostile": "hostile-key", "honest": "honest-key", "admin": "admin-key"}

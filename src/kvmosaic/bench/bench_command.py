@@ -66,12 +66,15 @@ class EngineOptions:
         typer.Option(
             metavar="NAME",
             help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
-            "llama.cpp.",
+            "llama.cpp (its library), llama-server (of a GGUF file).",
         ),
     ] = None
     num_threads: Threads = None
     position_strategy: FixedStrategy = "shared"
-    capacity: Annotated[str, typer.Option(metavar="SIZE", help="Memory for each of our pools.")] = "4GiB"
+    capacity: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory for each of our pools. Default: 4GiB, or for llama.cpp auto."),
+    ] = None
     vllm_python: Annotated[
         Path | None,
         typer.Option(
@@ -86,6 +89,14 @@ class EngineOptions:
             metavar="FILE",
             envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
             help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
+        ),
+    ] = None
+    llama_server: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="KVMOSAIC_BENCH_LLAMA_SERVER",
+            help="A llama-server; without it the one inside xllamacpp is asked.",
         ),
     ] = None
 
@@ -105,6 +116,7 @@ class EngineOptions:
             self.num_threads or this_machine().threads,
             self.vllm_python,
             self.llama_python,
+            self.llama_server,
         )
 
 
@@ -143,6 +155,7 @@ class TraceOptions:
 
     def trace_run(self, model: str | None, engines: EngineOptions) -> TraceRun:
         """What `bench_trace` needs."""
+        from kvmosaic.bench.peers.startup import DEFAULT_CAPACITY
         from kvmosaic.bench.trace.command import TraceRun
 
         assert self.trace is not None
@@ -154,7 +167,7 @@ class TraceOptions:
             model,
             self.url,
             self.block_tokens,
-            engines.capacity,
+            engines.capacity or DEFAULT_CAPACITY,
             engines.num_threads,
         )
 
@@ -180,7 +193,7 @@ def bench_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="'reader' (the default), 'random-0.1b', 'random-0.5b' (random Llamas), or a model folder; with "
+            help="'reader' (the default), 'random-0.1b', 'random-0.5b' (random Llamas), a folder, or a GGUF file; with "
             "--trace also 'random-tiny', which has the words of the trace."
         ),
     ] = None,
@@ -197,7 +210,11 @@ def bench_command(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="auto, float32 or bfloat16; given twice, each engine counts with its best."),
+        typer.Option(
+            metavar="NAME",
+            help="auto (a GGUF file runs in llama.cpp), float32 or bfloat16; given twice, each engine counts with its "
+            "best.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed asks the same prompts.")] = 0,
     output: Output = None,
@@ -208,6 +225,8 @@ def bench_command(
     kvmosaic bench --quick
 
     kvmosaic bench random-0.1b --dtype bfloat16 --dtype float32 --num-threads 2 -o results
+
+    kvmosaic bench model.gguf --dtype auto --dtype float32
 
     kvmosaic bench --trace RAGPulse/data --cache-share 0.2
     """

@@ -14,7 +14,7 @@ import torch
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
+from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
@@ -24,11 +24,12 @@ from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.startup_time import starting_seconds
+from kvmosaic.bench.subject import open_subject
 from kvmosaic.bench.targets import Target, step_targets, targets
 from kvmosaic.bench.workload import Workload
 from kvmosaic.bench.workloads import build_workloads
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.model import load_model
+from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 _MAX_THREADS = 1_024
@@ -80,26 +81,25 @@ def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
 def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, begin: float) -> BenchReport:
     machine = facts(campaign.peers.threads)
     watcher.stage(f"loading {campaign.model}")
-    folder = model_folder(campaign.model, scratch)
-    loaded = [load_model(folder, dtype=dtype, local_files_only=True) for dtype in dict.fromkeys(campaign.dtypes)]
-    models = list({model.dtype: model for model in loaded}.values())  # "auto" may be one of the others
-    sizes = campaign.sizes.within(models[0].max_positions)
+    subject = open_subject(campaign.model, campaign.dtypes, scratch)
+    sizes = campaign.sizes.within(subject.first.max_positions)
     notes = [] if sizes == campaign.sizes else [f"Fewer documents per prompt: {campaign.model} has fewer positions."]
-    if campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS:
+    if not subject.is_file and (
+        campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS
+    ):
         notes.append(_NOT_AS_STATED)
-    workloads = build_workloads(list(campaign.workloads), sizes, models[0].vocab_size, campaign.seed)
-    weights = {
-        _dtype_of(model.dtype): weigh(model.config, model.dtype.itemsize, model.bytes_per_token()) for model in models
-    }
+    workloads = build_workloads(list(campaign.workloads), sizes, subject.first.vocab_size, campaign.seed)
+    weights = subject.weights
+    formats = [name for name, model in subject.models.items() if isinstance(model, LoadedModel)]
     max_sharers = _max_sharers(workloads)
     watcher.stage("measuring the limits of this machine")
-    limits = measure_limits(campaign.peers.threads, list(weights))
+    limits = measure_limits(campaign.peers.threads, formats)
     watcher.stage("opening the engines")
     options = replace(campaign.peers, max_tokens=sizes.longest + 64)
-    peers, left_out = open_peers(models, folder, options, stack)
+    peers, left_out = open_peers(subject, options, stack)
     rows, was_interrupted = _measure_all(workloads, peers, watcher)
     # a limit measured in a busy moment is too low
-    limits = limits.best_of(measure_limits(campaign.peers.threads, list(weights)))
+    limits = limits.best_of(measure_limits(campaign.peers.threads, formats))
     for row in rows:
         add_shares(row, limits, weights[row.dtype])
     if was_interrupted:
@@ -107,7 +107,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         workloads = []
     watcher.stage("looking into the steps")
     parts = _profiles(peers, workloads, sizes)
-    found = [*targets(rows, limits, weights, max_sharers), *step_targets(parts)]
+    found = [*targets(rows, limits, weights, max_sharers, campaign.peers.strategy), *step_targets(parts)]
     if campaign.is_start_measured and not was_interrupted:
         watcher.stage("starting the command")
         found += _start_targets()
@@ -150,7 +150,7 @@ def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> lis
     last = {workload.name: workload.batches[-1] for workload in workloads}
     parts = []
     for peer in peers:
-        if not isinstance(peer, OwnPeer) or not peer.is_ours:
+        if not isinstance(peer, OwnPeer) or not peer.is_ours or not isinstance(peer.llm.model, LoadedModel):
             continue
         for names, rounds in ((("permuted",), 1), ((f"shared-{most}", f"private-{most}"), _SHARING_ROUNDS)):
             batches = {name: last[name] for name in names if name in last}
@@ -170,7 +170,3 @@ def _start_targets() -> list[Target]:
         Target("start of kvmosaic --help", 0.3, starting_seconds("help"), is_most=True, unit="s"),
         Target("start of kvmosaic run to the end of one token", 5, starting_seconds("answer"), is_most=True, unit="s"),
     ]
-
-
-def _dtype_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

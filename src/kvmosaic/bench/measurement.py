@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.bench.peers.peer import BatchTimes, Peer
-from kvmosaic.bench.resident import forget_peak, resident_bytes
+from kvmosaic.bench.process import cpu_seconds, forget_peak, resident_bytes
 from kvmosaic.bench.workload import Workload
 
 Progress = Callable[[str], None]
@@ -55,6 +55,8 @@ class BenchRow:
     """TTFT of the prompts run right after it; see `Workload.beside`."""
     token_seconds: list[float] = field(default_factory=list)
     batch_seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    """CPU time of its process per batch."""
     num_answered: int = 0
     """Tokens of all answers."""
     num_prompt: list[int] = field(default_factory=list)
@@ -78,6 +80,11 @@ class BenchRow:
     def token(self) -> Spread | None:
         """Time per token after the first one."""
         return Spread.of(self.token_seconds)
+
+    @property
+    def cpu(self) -> Spread | None:
+        """CPU time per batch."""
+        return Spread.of(self.cpu_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,8 +133,11 @@ def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> li
         turn = number % max(len(pairs), 1)
         for peer, row in pairs[turn:] + pairs[:turn]:
             forget_peak(peer.process_id)
-            before = resident_bytes(peer.process_id)
+            before, cpu_before = resident_bytes(peer.process_id), cpu_seconds(peer.process_id)
             row.add(peer.answer(prompts, workload.num_answer))
+            cpu_after = cpu_seconds(peer.process_id)
+            if cpu_before is not None and cpu_after is not None:
+                row.cpu_seconds.append(cpu_after - cpu_before)
             after = resident_bytes(peer.process_id, peak=True)
             if before is not None and after is not None:
                 row.peak_bytes = max(row.peak_bytes or 0, after - before)

@@ -67,12 +67,12 @@ class TokenCost:
     output_parameters: int
     """Of the output layer, needed for rows with logits only."""
     kv_bytes_per_token: int
-    element_bytes: int
+    element_bytes: float
 
     @property
     def step_bytes(self) -> int:
         """Minimum weight bytes read by one step."""
-        return (self.linear_parameters + self.output_parameters) * self.element_bytes
+        return round((self.linear_parameters + self.output_parameters) * self.element_bytes)
 
 
 def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int) -> TokenCost:

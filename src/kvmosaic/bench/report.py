@@ -30,6 +30,7 @@ _HEADINGS = (
     "first token",
     "per token",
     "tokens/s",
+    "CPU time",
     "computed",
     "of the limit",
     "KV held",
@@ -40,10 +41,10 @@ _WIDE_COLUMNS = 140
 """Columns of a terminal from which on all headings have room."""
 LEGEND = (
     "first token, per token: median, and in brackets the quarter and three quarters of the sorted values; tokens/s: "
-    "answered tokens by all time; computed: prompt tokens that went through the model, on average; of the limit: least "
-    "possible time (multiplications of the linear layers or bytes to be read, measured here) by measured time, for the "
-    "first and for later tokens; KV held: keys and values kept after a batch; peak memory: resident memory added by "
-    "one batch at most"
+    "answered tokens by all time; CPU time: of the engine's process for a batch, median; computed: prompt tokens that "
+    "went through the model, on average; of the limit: least possible time (multiplications of the linear layers or "
+    "bytes to be read, measured here) by measured time, for the first and for later tokens; KV held: keys and values "
+    "kept after a batch; peak memory: resident memory added by one batch at most"
 )
 
 
@@ -157,6 +158,7 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
         _spread_text(row.first),
         _spread_text(row.token),
         f"{row.tokens_per_second:.1f}",
+        duration_text(row.cpu.median if row.cpu else None),
         computed,
         " / ".join(shares) or "–",
         "–" if row.kv_bytes is None else size_text(row.kv_bytes),
@@ -165,7 +167,7 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
 
 
 def _narrow_cells(row: BenchRow, has_dtypes: bool) -> tuple[str, ...]:
-    workload, engine, dtype, _, _, _, computed, limit, _, _ = _cells(row)
+    workload, engine, dtype, _, _, _, _, computed, limit, _, _ = _cells(row)
     first, token = (duration_text(spread.median if spread else None) for spread in (row.first, row.token))
     engine = engine.replace("chunk cache off", "cache off")
     return workload, f"{engine}, {dtype}" if has_dtypes else engine, first, token, computed, limit

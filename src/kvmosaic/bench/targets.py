@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmosaic.bench.limits import Limits
@@ -13,6 +13,7 @@ from kvmosaic.bench.profile import StepParts
 
 OWN, OFF = "kvmosaic", "kvmosaic, chunk cache off"
 GENERATE, VLLM, LLAMA_CPP = "transformers generate", "vLLM", "llama.cpp"
+LLAMA_SERVER = "llama.cpp server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class Rows:
         """Median time per token."""
         return min((row.token.median for row in self._of(workload, peer) if row.token), default=None)
 
+    def token_in(self, workload: str, peer: str, *, is_plain: bool) -> float | None:
+        """Median time per token in float32, or in the numbers of a GGUF file."""
+        rows = [row for row in self._of(workload, peer) if (row.dtype == "float32") == is_plain]
+        return min((row.token.median for row in rows if row.token), default=None)
+
     def best(self, workload: str, peer: str) -> BenchRow | None:
         """The row with the shortest time to the first token."""
         rows = [row for row in self._of(workload, peer) if row.first_seconds]
@@ -60,7 +66,9 @@ class Rows:
         return [row for row in self._rows if row.workload == workload and row.peer == peer]
 
 
-def targets(rows: Sequence[BenchRow], limits: Limits, weights: dict[str, TokenCost], max_sharers: int) -> list[Target]:
+def targets(
+    rows: Sequence[BenchRow], limits: Limits, weights: dict[str, TokenCost], max_sharers: int, strategy: str = "shared"
+) -> list[Target]:
     """Every target that the measured rows can answer; those without their rows are left out."""
     by = Rows(rows)
     found: list[Target] = []
@@ -115,10 +123,42 @@ def targets(rows: Sequence[BenchRow], limits: Limits, weights: dict[str, TokenCo
         add(f"{what}: memory of private copies by shared", 8, private.kv_bytes, shared.kv_bytes)
         if shared.token and private.token:
             add(f"{what}: time per token, private by shared", 1, private.token.median, shared.token.median)
+    found += _server_targets(by, strategy)
     orders = by.best("orders", OWN)
     if orders is not None and len(orders.first_seconds) >= 10:
         first, last = ends_of(orders.first_seconds)
         add("new orders without end: last fifth by first fifth", 1.05, last, first, is_most=True)
+    return found
+
+
+def _server_targets(by: Rows, strategy: str) -> list[Target]:
+    """Those against llama.cpp's server, on the same file: wall time and CPU time."""
+    found: list[Target] = []
+
+    def add(what: str, wanted: float, workload: str, reading: Callable[[BenchRow], float | None]) -> None:
+        server, own = (by.best(workload, peer) for peer in (LLAMA_SERVER, OWN))
+        above, below = (reading(row) if row else None for row in (server, own))
+        if above and below:
+            found.append(Target(f"{what}: {LLAMA_SERVER} by ours", wanted, above / below))
+
+    def first(row: BenchRow) -> float | None:
+        return row.first.median if row.first else None
+
+    def token(row: BenchRow) -> float | None:
+        return row.token.median if row.token else None
+
+    def cpu(row: BenchRow) -> float | None:
+        return row.cpu.median if row.cpu else None
+
+    add(f"first token, permuted documents, {strategy} positions", 25 if strategy == "shared" else 10, "permuted", first)
+    add("plain prompts, 1 at once, first token", 0.97, "plain-1", first)
+    add("plain prompts, 1 at once, time per token", 0.97, "plain-1", token)
+    add("plain prompts, 1 at once, CPU time", 0.97, "plain-1", cpu)
+    add("plain prompts, 8 at once, time per token", 1, "plain-8", token)
+    add("plain prompts, 8 at once, CPU time", 1, "plain-8", cpu)
+    file, plain = (by.token_in("plain-1", OWN, is_plain=is_plain) for is_plain in (False, True))
+    if found and file and plain:
+        found.append(Target("plain prompts, time per token: our float32 by the file in llama.cpp", 3, plain / file))
     return found
 
 

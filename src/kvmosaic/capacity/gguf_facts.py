@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvmosaic.assembly import MAX_LLAMA_CELLS
 from kvmosaic.capacity.model_facts import ModelFacts
 from kvmosaic.capacity.speed import Speed
 from kvmosaic.llama.interface import build_text
@@ -16,7 +17,6 @@ from kvmosaic.llama.model import ALL_LAYERS, CACHE_BITS, cache_type_of, layers_o
 from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 from kvmosaic.model.formats.gguf.weights import quantization_name
 
-_NOTE = "weights are counted as the file has them; masks of llama.cpp grow with its cache, which is not counted"
 _TOKEN_TABLE, _OUTPUT = "token_embd.weight", "output.weight"
 _EXPERTS = "_exps."
 _PROMPT_TOKENS, _ANSWER_TOKENS = 64, 4
@@ -45,7 +45,8 @@ def read_gguf_facts(path: Path, kv_cache_dtype: str = "auto") -> ModelFacts:
         output_parameters=output.num_numbers if output is not None else 0,
         max_positions=header.stated("context_length"),
         layers=layers_of(header),
-        note=f"{_NOTE}; keys and values in {cache_type}",
+        note="weights are counted as the file has them; on top come cells of llama.cpp for up to "
+        f"{MAX_LLAMA_CELLS:,} tokens of documents, and its masks; keys and values in {cache_type}",
     )
 
 

@@ -23,7 +23,7 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
-from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull
+from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull, RequestTooLarge
 from kvmosaic.layout import ChunkContext, Layout
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import RepairPolicy
@@ -389,6 +389,7 @@ class Engine(InferenceEngine):
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
         self._sleep.check_admits()
+        _check_readable(placed.prompt, self.runner.max_chunk_tokens)
         if self.scheduler.num_waiting >= self.config.max_waiting:
             raise QueueFull(f"{self.scheduler.num_waiting} requests wait already (max_waiting); wait, or raise it")
         priority, structure = check_priority(priority), params.structured_outputs
@@ -416,3 +417,13 @@ class Engine(InferenceEngine):
         if interval is not None and now - self._log_time >= interval:
             self._log_time = now
             logger.info("%s", self.kv_cache.statistics())
+
+
+def _check_readable(prompt: Prompt, max_chunk_tokens: int | None) -> None:
+    """Raises RequestTooLarge if the chunks of a prompt have more tokens than can be read at once."""
+    num_tokens = sum(chunk.num_tokens for chunk in prompt.chunks)
+    if max_chunk_tokens is not None and num_tokens > max_chunk_tokens:
+        raise RequestTooLarge(
+            f"the prompt's documents have {num_tokens:,} tokens, and this engine reads at most {max_chunk_tokens:,} "
+            "cached tokens at once; send fewer documents"
+        )

@@ -124,6 +124,10 @@ class StepRunner(Protocol):
         """The slots of both pools."""
 
     @property
+    def max_chunk_tokens(self) -> int | None:
+        """The most cached tokens that one prompt may read; None: all."""
+
+    @property
     def is_asleep(self) -> bool:
         """Whether the pools hold no device memory."""
 

@@ -9,19 +9,25 @@ have the same one. So there are never more cells than slots, and whatever our po
 
 A forward needs a sequence with exactly the cells that its rows see: a *view*, built by tags. Views are kept, since the
 next token of an answer sees the same cells and one more. Cells that are read at another distance are copied and shifted
-first. When sequences run out, views go first, then moved copies, then homes: their cells move to host memory until they
-are read again.
+first.
+
+Every row looks at every cell in use, if only to skip it. So cells that were not read for some rows move to host memory
+until they are read again; the same when sequences or cells run out.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from kvmosaic.llama.memory import SequenceMemory
-from kvmosaic.llama.state import SequenceState, gather, parse, relabelled
+from kvmosaic.llama.state import SequenceState, gather, joined, pack, parse, relabelled
+
+IDLE_ROWS = 64
+"""Rows after which unread cells move to host memory: moving there and back takes as long as being skipped so often."""
 
 
 class SlotRun(NamedTuple):
@@ -33,11 +39,13 @@ class SlotRun(NamedTuple):
     """By how much their keys are moved for the reader."""
     label: int = 0
     """By how much their positions differ from that, with their keys as they are."""
+    copy: int = 0
+    """How often a reader sees these slots at these positions before: a sequence shows a cell once."""
 
     @property
     def is_copied(self) -> bool:
         """Whether it cannot be read where it is."""
-        return bool(self.distance or self.label)
+        return bool(self.distance or self.label or self.copy)
 
 
 class Target(NamedTuple):
@@ -48,8 +56,8 @@ class Target(NamedTuple):
     """The slot of the token before, if it belongs to the same span."""
 
 
-class NoSequence(Exception):
-    """All sequences, or all room for moved cells, belong to views in use."""
+class NoRoom(Exception):
+    """All sequences, cells, or room for moved copies, belong to views in use."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +70,23 @@ class Home:
     saved: bytes = b""
     freed: list[int] = field(default_factory=list)
     """Positions of saved cells that were freed since."""
+    read_at: int = 0
+    """Number of rows that had been computed when it was last read."""
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of its sequence, or of what is saved."""
+        return len(self.uses) + len(self.freed)
+
+
+@dataclass(eq=False, slots=True)
+class MovedCopy:
+    """A copy of a run's cells, moved. While `sequence` is None, they are in `saved`, in host memory."""
+
+    num_cells: int
+    sequence: int | None
+    saved: bytes = b""
+    read_at: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -75,18 +100,25 @@ class SequenceView:
     """Of these cells."""
     home: Home | None = None
     """Of the tokens that will be written through it."""
+    num_rows: int = 0
+    """How many these are."""
+    num_copied: int = 0
+    """Cells of its own."""
+    read_at: int = 0
+    """Number of rows that had been computed when it was last taken."""
 
 
 class Cells:
     """Cells of all slots: homes, views and moved copies over one memory."""
 
-    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int) -> None:
+    def __init__(self, memory: SequenceMemory, num_slots: int, max_moved: int, max_cells: int | None = None) -> None:
         """Describes an empty memory.
 
         Args:
             memory: where the cells are.
             num_slots: slots of all pools, numbered through.
             max_moved: maximum cells of moved copies.
+            max_cells: cells of the memory; None: enough for all slots and moved copies.
         """
         self.memory = memory
         self._homes: list[Home | None] = [None] * num_slots
@@ -96,45 +128,40 @@ class Cells:
         """Homes that have a sequence, the least recently used first; the same order in all of these."""
         self._views: OrderedDict[tuple[SlotRun, ...], SequenceView] = OrderedDict()
         self._taken: list[SequenceView] = []
-        self._moved: OrderedDict[SlotRun, int] = OrderedDict()
-        """Sequences of moved copies."""
+        self._moved: OrderedDict[SlotRun, MovedCopy] = OrderedDict()
         self._num_moved = 0
         self._max_moved = max_moved
+        self._max_cells = num_slots + max_moved if max_cells is None else max_cells
+        self._num_cells = 0
+        """Cells in use, and those that taken views will write."""
+        self._num_shared = 0
+        """Slots whose cell another slot has, too."""
+        self._num_rows = 0
+        """Rows computed so far."""
 
     @property
     def num_slots(self) -> int:
         """Slots of all pools."""
         return len(self._homes)
 
-    def take(self, runs: Iterable[SlotRun], target: Target | None = None) -> SequenceView:
+    def take(self, runs: Iterable[SlotRun], target: Target | None = None, *, may_copy: bool = False) -> SequenceView:
         """Returns a view with exactly the cells of these runs, for one group of rows, until `put_back` or `drop`.
 
         Args:
             runs: what the rows see.
             target: where their tokens will be written; None: nothing will be.
+            may_copy: whether it may have cells of its own, where there is no room for those of all its runs.
 
         Raises:
-            NoSequence: other taken views hold what it needs.
+            NoRoom: other taken views hold what it needs.
         """
-        wanted = _joined(runs)
-        view = self._views.pop(wanted, None)
-        if view is None:
-            view = SequenceView(self._take_sequence(), wanted)
-            parts = wanted
-        else:
-            parts = ()
-        self._taken.append(view)  # from here on, nothing that it has makes room for others
+        wanted = self._counted(_joined(runs))
         try:
-            self._move(view, [run for run in parts if run.is_copied and run not in self._moved])
-            for run in parts:
-                self._show(run, view)
-            self._touch(view)
-            if target is not None:
-                view.home = self._home_for(target)
-        except BaseException:
-            self.drop(view)
-            raise
-        return view
+            return self._ready(self._kept(wanted) or self._tagged(wanted), target)
+        except NoRoom:
+            if not may_copy or not wanted:
+                raise
+        return self._ready(self._copied(wanted), target)
 
     def write(self, view: SequenceView, slots: Sequence[int], position: int) -> None:
         """Records that a forward through a taken view has written tokens into slots, from a position on.
@@ -149,21 +176,24 @@ class Cells:
             self._homes[slot], self._positions[slot] = home, number
             home.uses[number] = 1
         view.homes.add(home)
-        view.home = None
+        self._num_cells += len(slots) - view.num_rows  # all of the rows may not have been computed
+        view.home, view.num_rows = None, 0
+        self._num_rows += len(slots)
         view.runs = _joined((*view.runs, *(SlotRun(slot, 1) for slot in slots)))
 
     def put_back(self, view: SequenceView) -> None:
         """Ends the use of a view; it is kept for rows that see the same."""
         self._taken.remove(view)
         if (other := self._views.pop(view.runs, None)) is not None:
-            self._drop_sequence(other.sequence)
+            self._forget(other)
         self._views[view.runs] = view
 
     def drop(self, view: SequenceView) -> None:
         """Ends the use of a view, for good."""
         self._taken.remove(view)
-        self._drop_sequence(view.sequence)
-        home, view.home = view.home, None
+        self._forget(view)
+        self._num_cells -= view.num_rows
+        home, view.home, view.num_rows = view.home, None, 0
         if home is not None and not home.uses:
             assert home.sequence is not None
             del self._stored[home]
@@ -175,7 +205,7 @@ class Cells:
         if not stale:
             return
         for runs in [runs for runs in self._views if any(_meets(run, stale) for run in runs)]:
-            self._drop_sequence(self._views.pop(runs).sequence)
+            self._forget(self._views.pop(runs))
         for run in [run for run in self._moved if _meets(run, stale)]:
             self._drop_moved(run)
         for slot in stale:
@@ -189,6 +219,7 @@ class Cells:
             if home is not None:
                 self._homes[target + offset], self._positions[target + offset] = home, position
                 home.uses[position] += 1
+                self._num_shared += 1
 
     def read(self, slots: Sequence[int]) -> SequenceState:
         """Copies of the cells of some slots, in order; those in host memory stay there."""
@@ -229,10 +260,29 @@ class Cells:
         assert home is not None, "rows read written slots"
         return home
 
+    def rest(self, num_rows: int) -> None:
+        """Moves to host memory what no taken view shows and was not read for long, before a forward of so many rows."""
+        since = self._num_rows + num_rows - IDLE_ROWS
+        for runs in [runs for runs, view in self._views.items() if view.num_copied and view.read_at < since]:
+            self._forget(self._views.pop(runs))
+        held = self._held_homes()
+        for home in [home for home in self._stored if home.read_at < since and home not in held]:
+            self._save_home(home)
+        shown = self._shown_runs()
+        idle = [(run, copy) for run, copy in self._moved.items() if copy.read_at < since and copy.sequence is not None]
+        for run, copy in idle:
+            if run not in shown:
+                self._save_copy(run, copy)
+
     def save_all(self) -> None:
         """Moves all cells to host memory and drops all views, so that the memory may be replaced by an empty one."""
         assert not self._taken
-        while self._views or self._moved or self._stored:
+        for run, copy in self._moved.items():
+            if copy.sequence is not None:
+                self._save_copy(run, copy)
+        for home in list(self._stored):
+            self._save_home(home)
+        while self._views:
             self._make_room()
 
     def check_invariants(self) -> None:
@@ -246,9 +296,16 @@ class Cells:
             assert home.uses == counts and (home.sequence is None) == (home not in self._stored)
         assert set(self._stored) <= set(uses)
         views = [*self._views.values(), *self._taken]
-        used = [home.sequence for home in self._stored] + [view.sequence for view in views] + [*self._moved.values()]
-        assert sorted([*used, *self._free]) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
+        copies = [copy for copy in self._moved.values() if copy.sequence is not None]
+        used = [*(home.sequence for home in self._stored), *(copy.sequence for copy in copies)]
+        taken = [*used, *(view.sequence for view in views), *self._free]
+        assert sorted(taken) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
         assert self._num_moved == sum(run.num_tokens for run in self._moved) <= self._max_moved
+        assert self._num_shared == sum(count - 1 for home in uses for count in home.uses.values())
+        promised = sum(view.num_rows for view in self._taken)
+        promised += sum(view.num_copied for view in views)
+        in_use = sum(home.num_cells for home in self._stored) + sum(copy.num_cells for copy in copies)
+        assert self._num_cells == in_use + promised <= self._max_cells
 
     def _home_for(self, target: Target) -> Home:
         """The home of the token before if it has no cells at these positions, and no other view writes to it."""
@@ -262,18 +319,82 @@ class Cells:
         self._stored[home] = None
         return home
 
+    def _counted(self, runs: tuple[SlotRun, ...]) -> tuple[SlotRun, ...]:
+        """Runs in which cells that are seen again at the same position are told apart by `copy`.
+
+        The same document twice, or two that share their beginning, in shared positions: each counts.
+        """
+        if not self._num_shared and not _overlap(runs):
+            return runs
+        seen: Counter[tuple[Home | None, int, int, int]] = Counter()
+        counted: list[SlotRun] = []
+        for run in runs:
+            for slot in range(run.first, run.first + run.num_tokens):
+                place = (self._homes[slot], self._positions[slot], run.distance, run.label)
+                counted.append(SlotRun(slot, 1, run.distance, run.label, seen[place]))
+                seen[place] += 1
+        return _joined(counted)
+
+    def _kept(self, wanted: tuple[SlotRun, ...]) -> SequenceView | None:
+        """A view that was put back, taken again."""
+        view = self._views.pop(wanted, None)
+        if view is not None:
+            self._taken.append(view)
+        return view
+
+    def _tagged(self, wanted: tuple[SlotRun, ...]) -> SequenceView:
+        """A view that shares the cells of its runs."""
+        view = SequenceView(self._take_sequence(), wanted)
+        self._taken.append(view)  # from here on, nothing that it has makes room for others
+        try:
+            self._move(view, [run for run in wanted if run.is_copied and run not in self._moved])
+            for run in wanted:
+                self._show(run, view)
+        except BaseException:
+            self.drop(view)
+            raise
+        return view
+
+    def _copied(self, wanted: tuple[SlotRun, ...]) -> SequenceView:
+        """A view with cells of its own: copies of its runs, gathered one by one.
+
+        They have the order of their slots, so that the order of documents in a prompt changes nothing.
+        """
+        runs = sorted(wanted)
+        parts = [parse(relabelled(state, run.label)) for run, state in zip(runs, self._shifted(runs), strict=True)]
+        num_cells = sum(run.num_tokens for run in runs)
+        view = SequenceView(self._load(pack(joined(parts)), num_cells), wanted, num_copied=num_cells)
+        self._taken.append(view)
+        return view
+
+    def _ready(self, view: SequenceView, target: Target | None) -> SequenceView:
+        """A taken view through which tokens can be written."""
+        try:
+            self._touch(view)
+            if target is not None:
+                self._make_room_for(len(target.positions))
+                view.home, view.num_rows = self._home_for(target), len(target.positions)
+                self._num_cells += view.num_rows
+        except BaseException:
+            self.drop(view)
+            raise
+        return view
+
     def _touch(self, view: SequenceView) -> None:
         """Makes what a view shows the last to make room for others."""
+        view.read_at = self._num_rows
         for home in view.homes:
             self._stored.move_to_end(home)
+            home.read_at = self._num_rows
         for run in view.runs:
-            if run.is_copied:
+            if run in self._moved:
                 self._moved.move_to_end(run)
+                self._moved[run].read_at = self._num_rows
 
     def _show(self, run: SlotRun, view: SequenceView) -> None:
         """Adds the cells of a run to a view."""
         if run.is_copied:
-            self.memory.tag(self._moved[run], view.sequence, 0, -1)
+            self.memory.tag(self._sequence_of_copy(self._moved[run]), view.sequence, 0, -1)
             return
         for home, start, stop in self._segments(run.first, run.num_tokens):
             self.memory.tag(self._sequence_of(home), view.sequence, start, stop)
@@ -293,53 +414,125 @@ class Cells:
     def _sequence_of(self, home: Home) -> int:
         """The sequence of a home, loaded if it was saved."""
         if home.sequence is None:
-            sequence = self._take_sequence()
-            self.memory.load(sequence, home.saved)
-            home.sequence, home.saved = sequence, b""
+            home.sequence = self._load(home.saved, home.num_cells)
+            home.saved = b""
             for position in home.freed:
-                self.memory.untag(sequence, position, position + 1)
+                self.memory.untag(home.sequence, position, position + 1)
+            self._num_cells -= len(home.freed)
             home.freed.clear()
         self._stored[home] = None
         self._stored.move_to_end(home)
         return home.sequence
 
+    def _sequence_of_copy(self, copy: MovedCopy) -> int:
+        """The sequence of a moved copy, loaded if it was saved."""
+        if copy.sequence is None:
+            copy.sequence, copy.saved = self._load(copy.saved, copy.num_cells), b""
+        return copy.sequence
+
+    def _load(self, state: bytes, num_cells: int) -> int:
+        """Writes saved cells into a sequence of their own."""
+        self._make_room_for(num_cells)
+        sequence = self._take_sequence()
+        try:
+            self.memory.load(sequence, state)
+        except BaseException:
+            self._drop_sequence(sequence)
+            raise
+        self._num_cells += num_cells
+        return sequence
+
     def _move(self, view: SequenceView, runs: Sequence[SlotRun]) -> None:
         """Copies the cells of runs to where a taken view shows them."""
-        states: list[tuple[bytes, int]] = []
-        for run in runs:
-            gathered = SequenceView(self._take_sequence(), ())
-            self._taken.append(gathered)
-            try:
-                self._show(SlotRun(run.first, run.num_tokens), gathered)
-                state = self.memory.save(gathered.sequence)
-            finally:
-                self.drop(gathered)
-            states.append((state, run.distance))
-        for run, state in zip(runs, self.memory.shifted(states) if states else (), strict=True):
+        for run, state in zip(runs, self._shifted(runs), strict=True):
             while self._num_moved + run.num_tokens > self._max_moved:
                 self._drop_moved(self._unused_moved())
-            sequence = self._take_sequence()
-            try:
-                self.memory.load(sequence, relabelled(state, run.label) if run.label else state)
-            except BaseException:
-                self._drop_sequence(sequence)
-                raise
-            self._moved[run] = sequence
+            sequence = self._load(relabelled(state, run.label) if run.label else state, run.num_tokens)
+            self._moved[run] = MovedCopy(run.num_tokens, sequence, read_at=self._num_rows)
             self._num_moved += run.num_tokens
+
+    def _shifted(self, runs: Sequence[SlotRun]) -> list[bytes]:
+        """Saved cells of runs, each moved by its distance."""
+        found = [self._gathered(run) for run in runs]
+        moved = [number for number, run in enumerate(runs) if run.distance]
+        if moved:
+            states = self.memory.shifted([(found[number], runs[number].distance) for number in moved])
+            for number, state in zip(moved, states, strict=True):
+                found[number] = state
+        return found
+
+    def _gathered(self, run: SlotRun) -> bytes:
+        """Saved cells of a run, where they were computed."""
+        gathered = SequenceView(self._take_sequence(), ())
+        self._taken.append(gathered)
+        try:
+            self._show(SlotRun(run.first, run.num_tokens), gathered)
+            return self.memory.save(gathered.sequence)
+        finally:
+            self.drop(gathered)
 
     def _unused_moved(self) -> SlotRun:
         """The least recently used moved copy that no taken view shows."""
-        shown = {run for view in self._taken for run in view.runs}
+        shown = self._shown_runs()
         for run in self._moved:
             if run not in shown:
                 return run
-        raise NoSequence
+        raise NoRoom
 
     def _drop_moved(self, run: SlotRun) -> None:
-        for runs in [runs for runs in self._views if run in runs]:
-            self._drop_sequence(self._views.pop(runs).sequence)
-        self._drop_sequence(self._moved.pop(run))
+        copy = self._moved.pop(run)
         self._num_moved -= run.num_tokens
+        if copy.sequence is not None:
+            self._forget_copy(run, copy)
+
+    def _save_copy(self, run: SlotRun, copy: MovedCopy) -> None:
+        assert copy.sequence is not None
+        copy.saved = self.memory.save(copy.sequence)
+        self._forget_copy(run, copy)
+
+    def _forget_copy(self, run: SlotRun, copy: MovedCopy) -> None:
+        """Frees the cells of a moved copy."""
+        assert copy.sequence is not None
+        for runs in [runs for runs in self._views if run in runs]:
+            self._forget(self._views.pop(runs))
+        self._drop_sequence(copy.sequence)
+        copy.sequence = None
+        self._num_cells -= copy.num_cells
+
+    def _save_home(self, home: Home) -> None:
+        """Moves the cells of a home to host memory."""
+        assert home.sequence is not None
+        for runs in [runs for runs, view in self._views.items() if home in view.homes]:
+            self._forget(self._views.pop(runs))
+        home.saved = self.memory.save(home.sequence)
+        self._drop_sequence(home.sequence)
+        home.sequence = None
+        del self._stored[home]
+        self._num_cells -= home.num_cells
+
+    def _held_homes(self) -> set[Home | None]:
+        return {home for view in self._taken for home in (*view.homes, view.home)}
+
+    def _shown_runs(self) -> set[SlotRun]:
+        return {run for view in self._taken for run in view.runs}
+
+    def _make_room_for(self, num_cells: int) -> None:
+        """Drops kept copies, and moves what was not read for longest to host memory, until so many cells are free."""
+        if self._num_cells + num_cells <= self._max_cells:
+            return
+        views = [runs for runs, view in self._views.items() if view.num_copied]
+        held, shown = self._held_homes(), self._shown_runs()
+        copies = [(run, copy) for run, copy in self._moved.items() if copy.sequence is not None and run not in shown]
+        homes = [home for home in self._stored if home not in held]
+        while self._num_cells + num_cells > self._max_cells:
+            if views:
+                self._forget(self._views.pop(views.pop(0)))
+            elif homes and (not copies or homes[0].read_at < copies[0][1].read_at):
+                self._save_home(homes.pop(0))
+            elif copies:
+                self._save_copy(*copies.pop(0))
+            else:
+                raise NoRoom
 
     def _take_sequence(self) -> int:
         """A sequence without cells; what was not used for longest makes room: views, then moved copies, then homes."""
@@ -348,24 +541,24 @@ class Cells:
         return self._free.pop()
 
     def _make_room(self) -> None:
+        """Frees a sequence."""
         if self._views:
-            self._drop_sequence(self._views.popitem(last=False)[1].sequence)
+            self._forget(self._views.popitem(last=False)[1])
             return
-        try:
-            self._drop_moved(self._unused_moved())
-            return
-        except NoSequence:
-            pass
-        held = {home for view in self._taken for home in (*view.homes, view.home)}
+        shown, held = self._shown_runs(), self._held_homes()
+        for run, copy in self._moved.items():
+            if copy.sequence is not None and run not in shown:
+                self._save_copy(run, copy)
+                return
         for home in self._stored:
             if home not in held:
-                assert home.sequence is not None
-                home.saved = self.memory.save(home.sequence)
-                self._drop_sequence(home.sequence)
-                home.sequence = None
-                del self._stored[home]
+                self._save_home(home)
                 return
-        raise NoSequence
+        raise NoRoom
+
+    def _forget(self, view: SequenceView) -> None:
+        self._drop_sequence(view.sequence)
+        self._num_cells -= view.num_copied
 
     def _drop_sequence(self, sequence: int) -> None:
         self.memory.untag(sequence)
@@ -377,12 +570,14 @@ class Cells:
         self._homes[slot] = None
         home.uses[position] -= 1
         if home.uses[position]:
+            self._num_shared -= 1
             return
         del home.uses[position]
         if home.sequence is None:
             home.freed.append(position)
             return
         self.memory.untag(home.sequence, position, position + 1)
+        self._num_cells -= 1
         if not home.uses:
             self._free.append(home.sequence)
             del self._stored[home]
@@ -398,6 +593,12 @@ def _joined(runs: Iterable[SlotRun]) -> tuple[SlotRun, ...]:
         elif run.num_tokens:
             joined.append(run)
     return tuple(joined)
+
+
+def _overlap(runs: tuple[SlotRun, ...]) -> bool:
+    """Whether any slot is seen twice at the same position."""
+    ordered = sorted(runs, key=lambda run: (run.distance, run.label, run.first))
+    return any(one.first + one.num_tokens > other.first and one[2:] == other[2:] for one, other in pairwise(ordered))
 
 
 def _meets(run: SlotRun, slots: set[int]) -> bool:

@@ -16,7 +16,7 @@ from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockCopy
 from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
-from kvmosaic.llama.cells import Cells, NoSequence, SequenceView, SlotRun, Target
+from kvmosaic.llama.cells import Cells, NoRoom, SequenceView, SlotRun, Target
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
@@ -66,6 +66,7 @@ class LlamaRunner:
         *,
         max_moved: int,
         num_threads: int,
+        max_cells: int | None = None,
         num_sequences: int = NUM_SEQUENCES,
         max_rows: int = 2048,
     ) -> None:
@@ -77,6 +78,7 @@ class LlamaRunner:
             block_size: tokens of a block.
             max_moved: cells for documents that are read elsewhere than they were computed.
             num_threads: compute threads of llama.cpp.
+            max_cells: cells that are allocated; slots beyond them are in host memory. None: one for every slot.
             num_sequences: sequences of the context, at most 256.
             max_rows: maximum rows of one forward.
 
@@ -87,16 +89,18 @@ class LlamaRunner:
         self._block_size = block_size
         self._offsets: dict[PoolName, int] = {"request": 0, "chunk_cache": num_blocks["request"] * block_size}
         num_slots = sum(num_blocks.values()) * block_size
+        max_moved += _SPARE_CELLS
+        self._num_cells = min(num_slots + max_moved, (max_cells or num_slots + max_moved) + _SPARE_CELLS)
         self._make_context: Callable[[], LlamaContext] = partial(
             model.file.context,
-            num_cells=num_slots + max_moved + _SPARE_CELLS,
+            num_cells=self._num_cells,
             num_sequences=num_sequences,
             num_threads=num_threads,
             max_rows=max_rows,
             cache_type=model.cache_type,
         )
         self._context = self._make_context()
-        self._cells = Cells(self._context, num_slots, max_moved + _SPARE_CELLS)
+        self._cells = Cells(self._context, num_slots, max_moved, self._num_cells)
         self._lock = threading.RLock()
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
@@ -106,6 +110,8 @@ class LlamaRunner:
             for pool in num_blocks
         }
         self.is_asleep = False
+        requests = num_blocks["request"] * block_size
+        self.max_chunk_tokens = None if max_cells is None else max_cells - requests
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the context; the cells of these blocks move to host memory."""
@@ -144,8 +150,13 @@ class LlamaRunner:
             groups = [group for span in spans for group in self._groups(span)]
             groups = [replace(group, number=number) for number, group in enumerate(groups)]
             self._cells.free(slot for group in groups for slot in group.slots)
-            logits = [part for _, part in sorted(self._run_groups(groups), key=lambda found: found[0])]
-            return torch.cat(logits) if logits else torch.empty(0, self.model.vocab_size)
+            forwards = [forward for forward in self._run_groups(groups) if forward[0]]
+            numbers = [number for found, _ in forwards for number in found]
+            if not numbers:
+                return torch.empty(0, self.model.vocab_size)
+            logits = forwards[0][1] if len(forwards) == 1 else torch.cat([part for _, part in forwards])
+            order = sorted(range(len(numbers)), key=numbers.__getitem__)
+            return logits if order == list(range(len(order))) else logits[order]
 
     def check_invariants(self) -> None:
         """Asserts that the cells are consistent; for tests."""
@@ -155,12 +166,12 @@ class LlamaRunner:
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[int, Tensor]]:
-        """Runs groups; gives the number of each and its logits, in parts if it needed more than one forward."""
+    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[list[int], Tensor]]:
+        """Runs groups; gives the logits of each forward, and the number of each row's group."""
         for level in _levels(groups):
             waiting = list(reversed(level))
             while waiting:
-                yield from self._forward(self._fill(waiting))
+                yield self._forward(self._fill(waiting))
 
     def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
         """Takes groups from the end of a list, as many as one forward has rows and sequences for."""
@@ -169,13 +180,13 @@ class LlamaRunner:
         while waiting and room:
             group = waiting[-1]
             try:
-                view = self._cells.take(self._continuous(group), group.target)
-            except NoSequence:
+                view = self._cells.take(self._continuous(group), group.target, may_copy=not taken)
+            except NoRoom:
                 if taken:
                     break
                 raise ModelError(
-                    f"a prompt reads {len(group.runs):,} separate runs of cached tokens, more than llama.cpp's "
-                    f"{self._cells.memory.num_sequences} sequences allow; send fewer documents"
+                    f"a prompt reads {sum(run.num_tokens for run in group.runs):,} cached tokens, more than the "
+                    f"{self._num_cells:,} cells of llama.cpp hold at once; send fewer documents"
                 ) from None
             waiting.pop()
             if len(group.token_ids) > room:
@@ -187,21 +198,19 @@ class LlamaRunner:
                 break
         return taken
 
-    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> Iterator[tuple[int, Tensor]]:
+    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> tuple[list[int], Tensor]:
         rows = [Rows(group.token_ids, group.position, view.sequence, group.num_logits) for group, view in taken]
+        self._cells.rest(sum(len(group.token_ids) for group, _ in taken))
         try:
             logits = self._context.forward(rows)
         except BaseException:
             for _, view in taken:
                 self._cells.drop(view)
             raise
-        first = 0
         for group, view in taken:
             self._cells.write(view, group.slots, group.position)
             self._cells.put_back(view)
-            if group.num_logits:
-                yield group.number, logits[first : first + group.num_logits]
-                first += group.num_logits
+        return [group.number for group, _ in taken for _ in range(group.num_logits)], logits
 
     def _groups(self, span: SpanRows) -> Iterator[_Group]:
         """The rows of a span, cut where positions are not consecutive or rows see something else."""

@@ -102,6 +102,8 @@ def _slice_or_index(numbers: list[int], device: torch.device) -> Tensor | slice:
 class Runner:
     """Owns the block tensors of both pools and runs steps on them."""
 
+    max_chunk_tokens = None
+
     def __init__(
         self,
         model: LoadedModel,

@@ -50,6 +50,30 @@ def llama_init_from_model(model, params):
     return SimpleNamespace(vocab_size=model["vocab_size"], params=params, slots=slots, rows={})
 
 
+def llama_model_get_vocab(model):
+    return model
+
+
+def llama_vocab_n_tokens(vocab):
+    return vocab["vocab_size"]
+
+
+def llama_model_n_embd(model):
+    return model["embedding_length"]
+
+
+def llama_model_n_head(model):
+    return model["head_count"]
+
+
+def llama_model_n_head_kv(model):
+    return model["head_count_kv"]
+
+
+def llama_model_n_layer(model):
+    return model["block_count"]
+
+
 def llama_get_memory(context):
     return context
 

@@ -75,20 +75,19 @@ class LlamaCpp:
         library: Any = importlib.import_module("llama_cpp")
         self._library = library
         library.llama_backend_init()
-        write_gguf = importlib.import_module("llama_gguf").write_gguf
-        with TemporaryDirectory(prefix="kvmosaic-llama-") as scratch:
-            path = Path(scratch, "model.gguf")
-            shape = write_gguf(Path(options["model"]), path, options["dtype"])
-            params = library.llama_model_default_params()
-            params.use_mmap = False
-            self._model = library.llama_model_load_from_file(str(path).encode(), params)
+        if options["model"].endswith(".gguf"):
+            self._model = library.llama_model_load_from_file(options["model"].encode(), self._model_params())
+        else:
+            self._model = self._written(options)
         if not self._model:
             sys.exit("llama.cpp could not load the model that was written for it")
         self._context = self._new_context(options)
         self._memory = library.llama_get_memory(self._context)
-        self._vocab_size = shape.vocab_size
-        key_bytes = 4 if options["dtype"] == "float32" else 2
-        self._bytes_per_token = 2 * shape.num_layers * shape.num_key_heads * shape.head_size * key_bytes
+        model = self._model
+        self._vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        head_size = library.llama_model_n_embd(model) // library.llama_model_n_head(model)
+        numbers = 2 * library.llama_model_n_layer(model) * library.llama_model_n_head_kv(model) * head_size
+        self._bytes_per_token = numbers * (4 if options["dtype"] == "float32" else 2)
         self._batch = CallBatch(library)
         self._kept: list[int] = []
         """Tokens whose KV cache the first slot holds."""
@@ -97,6 +96,19 @@ class LlamaCpp:
         features = library.llama_print_system_info().decode().replace("CPU :", "").split("|")
         used = ", ".join(feature.split("=")[0].strip() for feature in features if "= 1" in feature)
         self.version = f"{library.__version__} of llama-cpp-python ({used})"
+
+    def _model_params(self) -> Any:
+        params = self._library.llama_model_default_params()
+        params.use_mmap = False
+        return params
+
+    def _written(self, options: dict[str, Any]) -> Any:
+        """A folder's model, written as a file of llama.cpp and loaded."""
+        write_gguf = importlib.import_module("llama_gguf").write_gguf
+        with TemporaryDirectory(prefix="kvmosaic-llama-") as scratch:
+            path = Path(scratch, "model.gguf")
+            write_gguf(Path(options["model"]), path, options["dtype"])
+            return self._library.llama_model_load_from_file(str(path).encode(), self._model_params())
 
     def reset(self) -> None:
         """Drops the KV cache of earlier prompts."""

