@@ -24,7 +24,8 @@ from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
-from kvmosaic.model import LoadedModel
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
@@ -49,7 +50,7 @@ Settings = TypeVar("Settings")
 
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
-_LLAMA_TOKENS = 32_768
+MAX_LLAMA_CELLS = 32_768
 """The most cells of llama.cpp for requests, and for documents: its masks and buffers grow with them. Other cached
 documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
@@ -177,11 +178,14 @@ def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
         raise not_movable(model, config.position_strategy, config.chunk_context)
 
 
-def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization: str) -> bool:
+def runs_in_llama(
+    name: str | Path, engine: EngineName, dtype: str, quantization: str, kv_cache_dtype: str = "auto"
+) -> bool:
     """Whether llama.cpp is to run a model; `auto` takes it if nothing is asked for that it does not do.
 
     Raises:
-        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers.
+        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers; or
+            settings are for llama.cpp, which does not run it.
     """
     wants_numbers = dtype != "auto" or quantization != "none"
     is_gguf = find_format(name)[0] is FORMATS["gguf"]
@@ -194,11 +198,64 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, quantization
             f"dtype={dtype!r:.80} and quantization={quantization!r:.80} are for transformers: llama.cpp computes with "
             "the weights of the file; leave them out, or take engine='transformers'"
         )
-    if engine == "llama" or not is_gguf:
-        return engine == "llama"
-    from kvmosaic.llama.interface import is_installed
+    if engine == "llama":
+        return True
+    from kvmosaic.llama.interface import INSTALL, is_installed
 
-    return engine == "auto" and not wants_numbers and is_installed()
+    if is_gguf and engine == "auto" and not wants_numbers and is_installed():
+        return True
+    if kv_cache_dtype != "auto":
+        way_out = "leave it out" if not is_gguf or is_installed() else INSTALL
+        raise InvalidConfig(
+            f"kv_cache_dtype={kv_cache_dtype!r:.80} is for llama.cpp, and transformers runs {name}; {way_out} (its "
+            "cache has the dtype of the model)"
+        )
+    return False
+
+
+def open_model(
+    name: str | Path,
+    *,
+    engine: EngineName = "auto",
+    kv_cache_dtype: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: Quantization = "none",
+    max_positions: int | None = None,
+    **options: Any,
+) -> AnyModel:
+    """Loads a model into the engine that is to run it.
+
+    Args:
+        name: see `LLM`, and so for the settings.
+        engine: what is to run it.
+        kv_cache_dtype: for llama.cpp.
+        dtype: for transformers.
+        device: where weights are to be.
+        quantization: for transformers.
+        max_positions: the longest sequence to run.
+        options: more of `load_model`, for transformers.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, InvalidConfig: see `load_model` and `load_llama`.
+    """
+    if runs_in_llama(name, engine, dtype, quantization, kv_cache_dtype):
+        from kvmosaic.llama.model import gpu_layers_of, load_llama
+
+        return load_llama(
+            Path(name).expanduser(),
+            max_positions=max_positions,
+            kv_cache_dtype=kv_cache_dtype,
+            gpu_layers=gpu_layers_of(device),
+        )
+    return load_model(
+        bundled_reader() if name == BUNDLED_READER else name,
+        dtype=dtype,
+        device=device,
+        max_positions=max_positions,
+        quantization=quantization,
+        **options,
+    )
 
 
 def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:
@@ -239,7 +296,7 @@ def build_engine(
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
     if not isinstance(model, LoadedModel):
-        request_blocks = min(request_blocks, -(-_LLAMA_TOKENS // config.block_size))
+        request_blocks = min(request_blocks, -(-MAX_LLAMA_CELLS // config.block_size))
     chunk_blocks = 1
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
@@ -287,7 +344,7 @@ def _build_runner(
 
 def _num_cells(request_blocks: int, chunk_blocks: int, block_size: int) -> int:
     """Cells of llama.cpp: for all requests, and for the cached documents that prompts read at once."""
-    return request_blocks * block_size + min(chunk_blocks * block_size, _LLAMA_TOKENS)
+    return request_blocks * block_size + min(chunk_blocks * block_size, MAX_LLAMA_CELLS)
 
 
 def _num_threads(config: EngineConfig) -> int:

@@ -18,17 +18,16 @@ from kvmosaic.assembly import (
     EngineName,
     PromptLike,
     build_engine,
-    bundled_reader,
     check_model,
     check_movable,
     check_tiers,
     checked,
     choose_attention,
     continuations_of,
+    open_model,
     profile_place,
     prompts_of,
     read_tools,
-    runs_in_llama,
 )
 from kvmosaic.attention import AttentionBackend, BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
@@ -37,10 +36,10 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck
+from kvmosaic.engine_facts import EngineFacts
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
-from kvmosaic.model import load_model
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
@@ -152,23 +151,16 @@ class LLM:
                     "with load_model(..., quantization=...)"
                 )
             self.model = model
-        elif runs_in_llama(model, engine, dtype, quantization):
-            from kvmosaic.llama.model import ALL_LAYERS, load_llama
-
-            self.model = load_llama(
-                Path(model).expanduser(),
-                max_positions=self.engine_config.max_model_len,
-                kv_cache_dtype=kv_cache_dtype,
-                gpu_layers=0 if device == "cpu" else ALL_LAYERS,
-            )
         else:
-            self.model = load_model(
-                bundled_reader() if model == BUNDLED_READER else model,
+            self.model = open_model(
+                model,
+                engine=engine,
+                kv_cache_dtype=kv_cache_dtype,
                 dtype=dtype,
                 device=device,
+                quantization=quantization,
                 max_positions=self.engine_config.max_model_len,
                 prepack=prepack,
-                quantization=quantization,
                 trust_remote_code=trust_remote_code,
             )
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
@@ -178,6 +170,7 @@ class LLM:
             self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
         self.attention = choose_attention(self.model, attention_backend)
         backend = self.attention.backend
+        self.engine_facts = EngineFacts.of(self.model, self.attention.name)
         self.self_check: SelfCheck | None = None
         self.chunk_cache_off_reason = "" if enable_chunk_cache else "switched off (enable_chunk_cache=False)"
         if enable_chunk_cache:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from support.gguf import save_gguf
 from support.llama_engine import reader_file
 from typer.testing import CliRunner
 
@@ -53,6 +55,21 @@ def test_documents_computed_by_one_engine_are_found_by_another(tmp_path: Path) -
         assert again == first and reused > 20
     with pytest.raises(InvalidConfig, match="positions"):
         LLM(reader_file("Q8_0"), tier_config=TierConfig(chunk_tier=tiers.chunk_tier, chunk_codec="int8"))
+
+
+def test_tools_are_called_beside_documents(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}<|begin|>tools: {{ tools | tojson }}, as <tool_call>{}</tool_call>{% endif %}"
+        "{% for each in messages %}<|user|>{{ each.content }}<|end|>{% endfor %}"
+    )
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": city}}
+    path = save_gguf(tmp_path / "m.gguf", kind="Q8_0", metadata={"tokenizer.chat_template": template})
+    with LLM(path, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB")) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60)
+        output = llm.chat(ASKED, params, documents=DOCUMENTS, tools=[tool], tool_choice="required")[0]
+        (call,) = output.outputs[0].tool_calls
+        assert call.name == "get_weather" and json.loads(call.arguments)["city"] in ("Paris", "Rome")
 
 
 def test_check_tells_the_engine_and_compares() -> None:

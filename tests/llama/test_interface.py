@@ -52,6 +52,19 @@ def test_a_library_that_cannot_be_opened_is_told(
         interface.bindings.__wrapped__()
 
 
+def test_a_cpu_that_would_meet_an_illegal_instruction_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = installed(tmp_path, monkeypatch, "1.0", b"text")
+    monkeypatch.setattr(interface, "PACKAGES", (package._replace(needs=frozenset({"avx2", "fma"})),))
+    monkeypatch.setattr(interface, "cpu_flags", lambda: frozenset({"sse4_2", "fma"}))
+    with pytest.raises(UnsupportedModel, match=r"this one lacks avx2; install llama-cpp-python"):
+        interface.bindings.__wrapped__()
+    monkeypatch.setattr(interface, "cpu_flags", frozenset)  # unknown: it is tried
+    with pytest.raises(UnsupportedModel, match="cannot be opened"):
+        interface.bindings.__wrapped__()
+
+
 def test_every_tested_build_lays_out_its_defaults_as_declared() -> None:
     """Of the installed one: what its own defaults are, read through our declaration."""
     if not interface.is_installed():

@@ -101,7 +101,8 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
         assert int(reply.headers["retry-after"]) >= 1 and reply.headers["x-content-type-options"] == "nosniff"
         command.until_ready()
         assert command.url == url + "/kv"
-        assert "model      small, reader (float32, cpu)" in command.log
+        assert "model      small, reader (cpu)" in command.log
+        assert re.search(r"engine     transformers \S+, \w+ attention, weights float32, cache float32", command.log)
         assert re.search("chunks     32 MiB = [0-9,]+ tokens, auto positions", command.log)
         assert "API key    not needed" in command.log
         for path in ("/livez", "/readyz", "/health"):

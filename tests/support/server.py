@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from kvmosaic.assembly import bundled_reader
+from kvmosaic.assembly import AnyModel, bundled_reader
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.quiet import quiet_libraries
@@ -49,7 +49,7 @@ class RunningServer:
     def __init__(
         self,
         *,
-        loaded: LoadedModel | None = None,
+        loaded: AnyModel | None = None,
         self_check: bool = False,
         tiers: Sequence[Tier] | None = None,
         span_exporter: SpanExporter | None = None,

@@ -20,7 +20,7 @@ class ModelFacts:
     name: str
     dtype: str
     """Of keys and values, and of weights that are not rounded to 8 bits."""
-    element_bytes: int
+    element_bytes: float
     """Of one number of a key or value."""
     num_parameters: int
     weight_bytes: int
@@ -40,18 +40,18 @@ class ModelFacts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that the engine keeps of every token, in all layers, whatever a window hides later."""
-        return self.element_bytes * sum(layer.kept_per_token for layer in self.layers)
+        return self._bytes(self.layers)
 
     @property
     def kv_bytes_unshared(self) -> int:
         """The same if every query head had a key head of its own: what grouped queries and latents save."""
         stored = (layer for layer in self.layers if layer.is_stored)
-        return self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored)
+        return int(self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored))
 
     def seen_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
         numbers = sum(layer.kept_per_token * layer.mask.max_seen(num_tokens) for layer in self.layers)
-        return self.element_bytes * numbers
+        return int(self.element_bytes * numbers)
 
     def flops(self, num_new: int, num_before: int, num_rows: int = 0) -> float:
         """Returns floating point operations of new tokens after visible ones, with logits for some rows."""
@@ -68,7 +68,7 @@ class ModelFacts:
         return [(kind, len(layers), self._bytes(layers)) for kind, layers in found.items()]
 
     def _bytes(self, layers: Iterable[LayerShape]) -> int:
-        return self.element_bytes * sum(layer.kept_per_token for layer in layers)
+        return int(self.element_bytes * sum(layer.kept_per_token for layer in layers))
 
 
 def describe(layer: LayerShape) -> str:

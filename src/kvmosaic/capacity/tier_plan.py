@@ -114,7 +114,7 @@ def entry_bytes(model: ModelFacts, num_tokens: int, codec: Codec = "none") -> in
     return max(1, round(codec_share(codec, model.element_bytes) * num_tokens * model.kv_bytes_per_token))
 
 
-def codec_share(codec: Codec, element_bytes: int) -> float:
+def codec_share(codec: Codec, element_bytes: float) -> float:
     """Of the bytes of keys and values, what an entry takes.
 
     Raises:

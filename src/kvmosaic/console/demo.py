@@ -165,7 +165,7 @@ def run_demo(
         console.print()
         console.print(statistics_table(statistics, llm.model.bytes_per_token() * llm.chunk_cache_config.block_size))
         console.print()
-        console.print(Text(summary(reports)))
+        console.print(Text(summary(reports, rotates_queries=llm.engine_facts.name == "transformers")))
 
 
 def demo_heading(opening: ModelOptions, documents: dict[str, dict[str, str]]) -> str:
@@ -206,13 +206,17 @@ def first_token_seconds(llm: LLM, prompt: Prompt | str) -> float:
     return seconds
 
 
-def summary(reports: Sequence[ReuseReport]) -> str:
-    """Returns a summary in plain words."""
+def summary(reports: Sequence[ReuseReport], *, rotates_queries: bool = True) -> str:
+    """Returns a summary in plain words; `rotates_queries`: how the engine reads a document at another position."""
     chunks = [segment for report in reports for segment in report.segments if segment.kind == "chunk"]
     num_documents = len({chunk.name for chunk in chunks})
     num_computed = sum(not chunk.reused_tokens for chunk in chunks)
     num_moved = sum(chunk.action == "moved" for chunk in chunks)
-    rotated = "Nothing was copied or computed again to move them: the question's queries were rotated instead."
+    rotated = (
+        "Nothing was copied or computed again to move them: the question's queries were rotated instead."
+        if rotates_queries
+        else "Nothing was computed again to move them: llama.cpp rotated the keys of a copy."
+    )
     unmoved = "Shared positions move nothing: every document starts right after the system text."
     return (
         f"What just happened: {len(reports)} prompts read {num_documents} documents {len(chunks)} times, each time in "

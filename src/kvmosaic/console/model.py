@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvmosaic.assembly import AnyModel
     from kvmosaic.engine.self_check import SelfCheck
     from kvmosaic.layers import LayerShape
+    from kvmosaic.llama.tokenizer_check import TokenDifference
     from kvmosaic.rope import Rotation
     from kvmosaic.tiers import Tier
 
@@ -126,6 +127,9 @@ def show_check(opening: ModelOptions) -> bool:
         console.print()
         assert llm.self_check is not None, "an LLM is opened with its self-check on"
         console.print(check_text(llm.self_check, llm.model.is_movable))
+        if differences := getattr(llm.model, "token_differences", ()):
+            console.print()
+            console.print(tokens_text(differences))
         tiers = llm.engine.offloader.tiered_store.tiers if llm.engine.offloader is not None else ()
         answers = {tier: tier_answer(tier) for tier in tiers}
         if answers:
@@ -195,6 +199,12 @@ def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
     moved = "documents of the composed prompts were moved" if check.is_moved else "documents were not moved"
     unit = Text(f"relative differences; of logits in standard deviations; {moved}", style="dim")
     return Group(table, unit, Text(), _verdict(check, is_movable))
+
+
+def tokens_text(differences: Sequence[TokenDifference]) -> Text:
+    """Texts that become other tokens than in llama.cpp."""
+    lines = "".join(f"\n  {printable(str(difference))}" for difference in differences)
+    return Text(f"other tokens than in llama.cpp, answers may be worse:{lines}", style="yellow")
 
 
 def _verdict(check: SelfCheck, is_movable: bool) -> Text:

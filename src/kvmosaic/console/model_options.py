@@ -49,14 +49,14 @@ class ModelOptions:
 
 
 def loading_text(model: str) -> str:
-    """Returns the message while a model loads; with the size of a file, as dequantizing takes some seconds per GB."""
+    """Returns the message while a model loads; with the size of a file, as loading takes some seconds per GB."""
     try:
         num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
     except (OSError, ValueError, RuntimeError):  # an invalid file name
         num_bytes = 0
     from kvmosaic.console.text import printable
 
-    size = f", dequantizing {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    size = f", {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
     return printable(f"loading {model}{size}")
 
 

@@ -52,7 +52,7 @@ TASKS_HELP = (
     "with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
-OpenedModel = Annotated[ModelOptions, Takes("dtype device num_threads quantization")]
+OpenedModel = Annotated[ModelOptions, Takes("dtype device num_threads quantization engine kv_cache_dtype")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,8 @@ def eval_model(opening: ModelOptions, capacity: str) -> EvalModel:
         config.engine.num_threads,
         config.model.quantization,
         capacity,
+        config.model.engine,
+        config.model.kv_cache_dtype,
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from kvmosaic.assembly import AnyModel
 from kvmosaic.bench.models import weigh
 from kvmosaic.bench.plots import can_plot
 from kvmosaic.eval.case import Case
@@ -67,7 +68,9 @@ def _save(report: EvalReport, output: Path, notices: Console) -> None:
     notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
 
 
-def _about(model: LoadedModel) -> str:
+def _about(model: AnyModel) -> str:
+    if not isinstance(model, LoadedModel):
+        return f"{model.num_parameters / 1e6:.1f} M parameters, {model.kind}, {model.weights_text}"
     parameters = weigh(model.config, model.dtype.itemsize, 0).num_parameters
     dtype = str(model.dtype).removeprefix("torch.")
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type

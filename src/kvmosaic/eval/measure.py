@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kvmosaic.assembly import BUNDLED_READER, bundled_reader
+from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, open_model
 from kvmosaic.bench.facts import facts
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
@@ -27,7 +27,6 @@ from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.variants import Variant
-from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.quiet import quiet_libraries
 
@@ -109,27 +108,35 @@ class EvalModel:
     quantization: Quantization = "none"
     capacity: str = "1GiB"
     """Memory for chunks, and as much again for questions and answers, for each chunk context."""
+    engine: EngineName = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def name(self) -> str:
         """The last part of a folder or of a hub name: a report need not say where the folder was."""
         return Path(self.model).resolve().name or "model"
 
-    def load(self) -> LoadedModel:
+    def load(self) -> AnyModel:
         """The model.
 
         Raises:
             KVMosaicError: it cannot be loaded.
         """
-        source = bundled_reader() if self.model == BUNDLED_READER else self.model
-        return load_model(source, dtype=self.dtype, device=self.device, quantization=self.quantization)
+        return open_model(
+            self.model,
+            engine=self.engine,
+            kv_cache_dtype=self.kv_cache_dtype,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.quantization,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Results of a run, and its model."""
 
-    model: LoadedModel
+    model: AnyModel
     evaluation: Evaluation
     machine: dict[str, Any]
     seconds: float

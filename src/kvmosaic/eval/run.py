@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from kvmosaic.assembly import AnyModel
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import (
     ChunkCacheFull,
@@ -24,7 +25,6 @@ from kvmosaic.eval.log import Readings, RunLog, digest_of
 from kvmosaic.eval.rows import TaskRow, rows_of
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
-from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 MAX_CASES = 1_000_000
@@ -47,7 +47,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: LoadedModel,
+    model: AnyModel,
     cases: Sequence[Case],
     ways: Sequence[Variant],
     *,
@@ -107,7 +107,7 @@ class _Run:
     """One engine per chunk context, and their answers."""
 
     def __init__(
-        self, model: LoadedModel, ways: Mapping[Variant, None], capacity: int | str, log: RunLog | None, is_scored: bool
+        self, model: AnyModel, ways: Mapping[Variant, None], capacity: int | str, log: RunLog | None, is_scored: bool
     ) -> None:
         self._log = log
         self._is_scored = is_scored
@@ -208,7 +208,7 @@ class _Run:
                 self._notes.append(f"Left out: {way}, since {error}.")
 
 
-def _open(model: LoadedModel, way: Variant, capacity: int | str) -> LLM:
+def _open(model: AnyModel, way: Variant, capacity: int | str) -> LLM:
     config = ChunkCacheConfig(
         chunk_cache_size=capacity, chunk_context=way.context, long_chunks="split", oversized_prompts="error"
     )

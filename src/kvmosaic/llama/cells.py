@@ -148,7 +148,7 @@ class Cells:
         self._max_moved = max_moved
         self._max_cells = num_slots + max_moved if max_cells is None else max_cells
         self._num_cells = 0
-        """Cells in use, and those that taken views will write."""
+        """Cells in use, and cells that taken views will write."""
         self._num_shared = 0
         """Slots whose cell another slot has, too."""
         self._num_rows = 0
@@ -359,7 +359,7 @@ class Cells:
         return tuple(parts)
 
     def _counted(self, runs: tuple[SlotRun, ...]) -> tuple[SlotRun, ...]:
-        """Runs in which cells that are seen again at the same position are told apart by `copy`.
+        """Runs in which `copy` numbers cells that are seen again at the same position.
 
         The same document twice, or two that share their beginning, in shared positions: each counts.
         """

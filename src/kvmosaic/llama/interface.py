@@ -14,6 +14,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import (
     POINTER,
     c_bool,
@@ -39,7 +40,9 @@ logger = logging.getLogger("kvmosaic.llama")
 
 INSTALL = "pip install 'kvmosaic[llama]'"
 _LEVELS = {3: logging.INFO, 4: logging.WARNING}
-"""Our levels for those of ggml; it warns of what is no fault here, such as more cells than positions."""
+"""Our levels for those of ggml; it warns of what is no fault here."""
+_CELLS_NOTE = "> n_ctx_train"
+"""In a warning that there are more cells than positions, as there are with cached documents."""
 
 
 class Batch(ctypes.Structure):
@@ -152,7 +155,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
-    "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_rope_type": (c_int32, (c_void_p,)),
@@ -191,6 +193,8 @@ class Package(NamedTuple):
     """Patterns of the library's file in the module's folder; the first that is there is opened."""
     tested: dict[str, type[ctypes.Structure]]
     """Versions that were tested, and their `llama_context_params`."""
+    needs: frozenset[str] = frozenset()
+    """Instruction sets of an x86 CPU for which it was built, by their names in Linux."""
 
     @property
     def version(self) -> str:
@@ -217,6 +221,7 @@ PACKAGES = (
         "xllamacpp",
         ("xllamacpp*.so",),
         {"2026.10.11549": ContextParamsWithExperts},
+        frozenset({"avx2", "fma", "f16c"}),
     ),
 )
 
@@ -246,6 +251,11 @@ def build_name() -> str:
     return f"{package.name} {package.version}"
 
 
+def build_text() -> str:
+    """The engine and its build, for people."""
+    return f"llama.cpp ({build_name()})"
+
+
 @functools.cache
 def bindings() -> Any:
     """The library, initialized; its messages go to our log.
@@ -259,6 +269,13 @@ def bindings() -> Any:
         raise UnsupportedModel(
             f"{package.name} {package.version} was not tested, and its structures may differ; tested: "
             f"{', '.join(package.tested)} ({INSTALL}, or take engine='transformers')"
+        )
+    known = cpu_flags()
+    if known and (lacking := package.needs - known):
+        raise UnsupportedModel(
+            f"{package.name} was built for CPUs with {', '.join(sorted(package.needs))}, and this one lacks "
+            f"{', '.join(sorted(lacking))}; install llama-cpp-python, which is compiled for this machine, or take "
+            "engine='transformers'"
         )
     library = _open(package)
     functions = {
@@ -275,6 +292,15 @@ def bindings() -> Any:
     library.llama_log_set(_log, None)
     library.llama_backend_init()
     return library
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this x86 CPU; none where they are not known, as on other systems and processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _open(package: Package) -> ctypes.CDLL:
@@ -294,9 +320,32 @@ def _candidates(package: Package) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
+class _Errors(logging.Handler):
+    """Keeps messages, so that an error can say them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@contextmanager
+def errors_of_llama() -> Iterator[list[str]]:
+    """What llama.cpp says went wrong, from here on."""
+    errors = _Errors()
+    logger.addHandler(errors)
+    try:
+        yield errors.messages
+    finally:
+        logger.removeHandler(errors)
+
+
 def _write_log(level: int, text: bytes, _: Any) -> None:
     if message := text.decode("utf-8", "replace").strip(" .\n"):
-        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", message)
+        is_expected = _CELLS_NOTE in message
+        logger.log(logging.DEBUG if is_expected else _LEVELS.get(level, logging.DEBUG), "%s", message)
 
 
 _log = _LOG(_write_log)

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
-from kvmosaic.llama.interface import MetadataOverride, bindings
+from kvmosaic.llama.interface import MetadataOverride, bindings, errors_of_llama
 from kvmosaic.llama.state import LayerRows, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
+_ROOM_AROUND = 16
+"""For tokens around a text; inside, there are no more tokens than bytes."""
 _SHIFT_CELLS, _SHIFT_SEQUENCES = 1024, 31
 """Size of the context that moves documents."""
 
@@ -84,13 +86,18 @@ class LlamaFile:
         named = [MetadataOverride(0, key.encode(), value) for key, value in (entries or {}).items()]
         overrides = (MetadataOverride * (len(named) + 1))(*named)  # one with an empty key ends them
         params.kv_overrides = ctypes.addressof(overrides)
-        self._model = library.llama_model_load_from_file(str(path).encode(), params)
+        with errors_of_llama() as errors:
+            self._model = library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise UnsupportedModel(f"llama.cpp cannot load {path}; its log gives the reason (logger kvmosaic.llama)")
+            reason = errors[0].rpartition("error loading model: ")[2] if errors else "it does not say why"
+            raise UnsupportedModel(
+                f"llama.cpp cannot load {path}: {reason:.300}; give another file, or take engine='transformers', which "
+                "dequantizes it"
+            )
         self.path = path
+        self.is_on_gpu = bool(gpu_layers and library.llama_supports_gpu_offload())
         self.vocab_size: int = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self.max_positions: int = library.llama_model_n_ctx_train(self._model)
-        self.num_layers: int = library.llama_model_n_layer(self._model)
         self.num_kv_heads: int = library.llama_model_n_head_kv(self._model)
         self.num_parameters: int = library.llama_model_n_params(self._model)
         self.num_bytes: int = library.llama_model_size(self._model)
@@ -101,7 +108,17 @@ class LlamaFile:
         self.window: int = library.llama_model_n_swa(self._model)
         self.rope_type: int = library.llama_model_rope_type(self._model)
         self.shift_faults = NO_FAULTS
-        self.description = _text(library.llama_model_desc, self._model)
+        self.architecture, _, size_and_type = _text(library.llama_model_desc, self._model).partition(" ")
+        self.weight_type = size_and_type.partition(" ")[2].removeprefix("(guessed) ")
+        """Of most weights, as llama.cpp names it: "Q4_1", "Q4_K - Medium"."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text and those around it, as the file says; control tokens may be written in it."""
+        library, content = bindings(), text.encode()
+        buffer = (ctypes.c_int32 * (len(content) + _ROOM_AROUND))()
+        vocab = library.llama_model_get_vocab(self._model)
+        count = library.llama_tokenize(vocab, content, len(content), buffer, len(buffer), True, True)
+        return list(buffer[:count])
 
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end an answer."""

@@ -30,8 +30,8 @@ def why_unreadable(layout: Layout, window: int) -> str:
         needed = sum(-(-layout.spans[view.span].num_tokens // (window - 1)) for view in span.views)
         if needed > _READABLE:
             return (
-                f"the prompt has {len(layout.spans) - 1:,} texts before the question; with windows of {window:,} tokens "
-                f"they take {needed:,} sequences of llama.cpp, which has {_READABLE} for that; send fewer documents, or "
-                "take engine='transformers'"
+                f"the prompt has {len(layout.spans) - 1:,} texts before the question; with windows of {window:,} "
+                f"tokens they take {needed:,} sequences of llama.cpp, which has {_READABLE} for that; send fewer "
+                "documents, or take engine='transformers'"
             )
     return ""

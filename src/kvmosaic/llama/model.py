@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +14,21 @@ from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
 from kvmosaic.layout import Layout
-from kvmosaic.llama.interface import build_name
+from kvmosaic.llama.interface import bindings, build_name, build_text
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
 from kvmosaic.llama.limits import why_unreadable
 from kvmosaic.llama.positions import measure_positions
+from kvmosaic.llama.tokenizer_check import TokenDifference, token_differences
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
+from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer
+from kvmosaic.model.formats.gguf.weights import alone, identity, sampling_of
+from kvmosaic.model.quantized import bytes_text
+
+logger = logging.getLogger("kvmosaic.llama")
 
 _DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+CACHE_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
+"""Of one number, by the type of the cache."""
 _QUANTIZED_WIDTH = 32
 """Numbers of a block of q8_0, which all lie in one head."""
 ALL_LAYERS = -1
@@ -49,11 +57,11 @@ class LlamaModel:
     cache_type: str
     """Type of cached keys and values."""
     eos_token_ids: tuple[int, ...]
-    weights_type: str = ""
-    """The most frequent type of its weights, such as "Q4_K"."""
     weights_note: str = ""
     generation_settings: Mapping[str, Any] = field(default_factory=dict)
-    """GGUF files have none."""
+    """How the file says that answers are sampled."""
+    token_differences: tuple[TokenDifference, ...] = ()
+    """Texts that become other tokens than in llama.cpp."""
     immovable_reason: str = ""
     """Why cached tokens cannot be used at another position, and not be composed; empty when they can."""
 
@@ -93,13 +101,28 @@ class LlamaModel:
 
     @property
     def kind(self) -> str:
-        """Architecture, size and type as llama.cpp describes them."""
-        return self.file.description
+        """Architecture, and type of its weights, as llama.cpp names them."""
+        return f"{self.file.architecture}, {self.file.weight_type}"
 
     @property
     def weights_text(self) -> str:
         """What runs its weights."""
-        return f"in llama.cpp ({build_name()})"
+        return f"in {build_text()}"
+
+    @property
+    def weight_device(self) -> str:
+        """Where its weights are, "cpu" or "gpu"."""
+        return "gpu" if self.file.is_on_gpu else "cpu"
+
+    @property
+    def engine_build(self) -> str:
+        """Package and version of llama.cpp."""
+        return build_name()
+
+    @property
+    def weight_type(self) -> str:
+        """Of most weights."""
+        return self.file.weight_type
 
     @property
     def num_fused(self) -> Mapping[str, int]:
@@ -118,7 +141,7 @@ class LlamaModel:
 
     def bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of keys and values that one token takes in all layers; with a dtype, if they were of this one."""
-        bits = _BITS[self.cache_type] if dtype is None else 8.0 * dtype.itemsize
+        bits = CACHE_BITS[self.cache_type] if dtype is None else 8.0 * dtype.itemsize
         return int(bits / 8 * sum(layer.numbers_per_token for layer in self.layers))
 
 
@@ -143,10 +166,7 @@ def load_llama(
             (recurrent layers, several positions per token, latent attention, chunks).
         InvalidConfig: an unknown type, or `max_positions` out of range.
     """
-    cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
-    if cache_type not in CACHE_TYPES:
-        raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
-    header = read_gguf(path)
+    header, cache_type = read_gguf(path), cache_type_of(kv_cache_dtype)
     if header.stated(_LATENT):
         raise UnsupportedModel(
             f"{path.name} ({header.architecture}) has latent attention (MLA), which llama.cpp saves without values; "
@@ -161,8 +181,6 @@ def load_llama(
 
 
 def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_type: str) -> LlamaModel:
-    from kvmosaic.model.formats.gguf.weights import quantization_name
-
     _check_memory(header, file)
     limit = file.max_positions
     if max_positions is not None and not 1 <= max_positions <= limit:
@@ -174,7 +192,7 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
             f"the chunk before; set max_model_len to at most {file.window - 1:,} (now {used:,}), or take "
             "engine='transformers'"
         )
-    layers = _layers(header, file)
+    layers = layers_of(header, file.num_kv_heads, file.window)
     widths = {width for layer in layers for width in (layer.key_dim, layer.value_dim)}
     if cache_type == "q8_0" and any(width % _QUANTIZED_WIDTH for width in widths):
         raise InvalidConfig(
@@ -184,16 +202,27 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
     facts = measure_positions(file)
     file.shift_faults = facts.faults
     is_scaled = cache_type == "q8_0" and facts.faults.scales
+    tokenizer = _tokenizer(header)
+    differences = token_differences(file, tokenizer) if tokenizer is not None else ()
+    if differences:
+        logger.warning(
+            "%s: %d of the texts tried become other tokens than in llama.cpp, and answers may be worse (kvmosaic check "
+            "shows all): %s",
+            file.path.name,
+            len(differences),
+            differences[0],
+        )
     return LlamaModel(
         file,
-        _tokenizer(header),
+        tokenizer,
         layers,
         used,
         _fingerprint(header, cache_type, _factors(header, max_positions)),
         cache_type,
         file.end_tokens(),
-        weights_type=quantization_name(header),
-        weights_note=f"{file.description} run by llama.cpp ({build_name()})",
+        weights_note=f"{file.path.name} ({bytes_text(header.num_bytes)}, {file.weight_type}) runs in {build_text()}",
+        generation_settings=sampling_of(header),
+        token_differences=differences,
         immovable_reason=_SCALED if is_scaled else facts.reason,
     )
 
@@ -227,31 +256,75 @@ def _factors(header: GgufFile, max_positions: int | None) -> dict[str, int]:
     return {f"{header.architecture}.{_ORIGINAL_POSITIONS}": 1 if is_long else 2**31 - 1}
 
 
-def _layers(header: GgufFile, file: LlamaFile) -> tuple[LayerShape, ...]:
-    """Geometry and mask of each layer, as the file states them."""
+def cache_type_of(kv_cache_dtype: str) -> str:
+    """The type of cached keys and values.
 
-    def stated(key: str, layer: int, default: int) -> int:
-        value = header.stated(key)
-        return int((value[layer] if isinstance(value, list) else value) or default)
+    Raises:
+        InvalidConfig: an unknown one.
+    """
+    cache_type = "f16" if kv_cache_dtype == "auto" else kv_cache_dtype
+    if cache_type not in CACHE_TYPES:
+        raise InvalidConfig(f"llama.cpp caches keys and values as {', '.join(CACHE_TYPES)}, got {cache_type!r:.80}")
+    return cache_type
 
-    window = MaskSpec("window", file.window) if file.window else FULL
-    layers = []
-    for index in range(file.num_layers):
-        num_heads = stated("attention.head_count", index, 1)
-        num_kv_heads = stated("attention.head_count_kv", index, num_heads)
-        head_dim = max(1, int(header.stated("embedding_length")) // num_heads)
-        key_dim, value_dim = (stated(f"attention.{side}_length", index, head_dim) for side in ("key", "value"))
-        layers.append(LayerShape(index, num_kv_heads, key_dim, value_dim, False, index, num_heads, window))
-    return tuple(layers)
+
+def gpu_layers_of(device: str) -> int:
+    """How many layers are to be on a GPU.
+
+    Raises:
+        InvalidConfig: a device that llama.cpp does not have here.
+    """
+    if device in ("auto", "cpu"):
+        return 0 if device == "cpu" else ALL_LAYERS
+    if device not in ("cuda", "mps"):
+        raise InvalidConfig(
+            f"llama.cpp runs on 'cpu', or on all GPUs that it sees ('cuda', 'mps', 'auto'), got device={device!r:.80}; "
+            "CUDA_VISIBLE_DEVICES chooses among GPUs"
+        )
+    if not bindings().llama_supports_gpu_offload():
+        raise InvalidConfig(
+            f"device={device!r}: {build_name()} was built for CPUs only; install a build for your GPU, leave it out, "
+            "or take engine='transformers'"
+        )
+    return ALL_LAYERS
+
+
+def layers_of(header: GgufFile, num_kv_heads: int | None = None, window: int | None = None) -> tuple[LayerShape, ...]:
+    """Geometry and mask of each layer, as a file states them.
+
+    Args:
+        header: of the file.
+        num_kv_heads: key heads of a layer, if llama.cpp said so.
+        window: positions of a sliding window, if llama.cpp said so.
+    """
+    num_heads = _stated_number(header, "attention.head_count")
+    key_heads = num_kv_heads or _stated_number(header, "attention.head_count_kv", num_heads)
+    head_dim = _stated_number(header, "embedding_length") // num_heads
+    key_dim = _stated_number(header, "attention.key_length", head_dim)
+    value_dim = _stated_number(header, "attention.value_length", head_dim)
+    size = _stated_number(header, "attention.sliding_window", 0) if window is None else window
+    mask = MaskSpec("window", size) if size else FULL
+    return tuple(
+        LayerShape(index, key_heads, key_dim, value_dim, False, index, num_heads, mask)
+        for index in range(_stated_number(header, "block_count"))
+    )
+
+
+def _stated_number(header: GgufFile, key: str, default: int | None = None) -> int:
+    """A number that the architecture states, the largest one if it is stated for each layer."""
+    value = header.stated(key)
+    value = max(value) if isinstance(value, list) and value else value
+    if isinstance(value, int) and value > 0:
+        return value
+    if default is None:
+        raise UnsupportedModel(f"{header.path} states no {header.architecture}.{key}; convert the model again")
+    return default
 
 
 def _tokenizer(header: GgufFile) -> Any:
-    from kvmosaic.model.formats.gguf import weights
-
-    with weights.alone(header) as (folder, named):
-        options = {**named, "local_files_only": True, "trust_remote_code": False}
+    with alone(header) as (folder, named):
         try:
-            return weights.read_file_tokenizer(header, folder, options)
+            return read_file_tokenizer(header, folder, {**named, "local_files_only": True, "trust_remote_code": False})
         except KVMosaicError:
             raise
         except Exception as error:  # its checks of a configuration raise errors of any kind
@@ -262,7 +335,5 @@ def _tokenizer(header: GgufFile) -> Any:
 
 def _fingerprint(header: GgufFile, cache_type: str, entries: Mapping[str, int]) -> str:
     """Two models share it only if every byte of their files is equal, and llama.cpp and the cache are the same."""
-    from kvmosaic.model.formats.gguf.weights import identity
-
     read = "".join(f" {key}={value}" for key, value in entries.items())
     return identity(header, f"llama.cpp {build_name()} {cache_type}{read}")

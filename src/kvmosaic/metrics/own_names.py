@@ -232,6 +232,13 @@ COMPOSITION = _family(
 BUILD = _family(
     "build_info", "gauge", "Always 1; the versions are in the labels.", *("version", "python", "torch", "transformers")
 )
+ENGINE = _family(
+    "engine_info",
+    "gauge",
+    "Always 1; what computes is in the labels: the engine's name (transformers or llama.cpp), its package and version, "
+    "its attention backend, the types of weights and of cached keys and values, and where the weights are.",
+    *("name", "build", "attention", "weights", "cache", "device"),
+)
 TIER_COUNTERS = {
     TIER_HITS: "hits",
     TIER_MISSES: "misses",

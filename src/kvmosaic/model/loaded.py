@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -196,11 +197,31 @@ class LoadedModel:
     @property
     def weights_text(self) -> str:
         """Type and place of its weights: "in bfloat16 on cpu, packed linear layers"."""
+        is_rounded = self.weight_type == "int8"
+        packed = ", 8-bit linear layers" if is_rounded else ", packed linear layers" if self.is_prepacked else ""
+        return f"in {self.cache_type} on {self.device}{packed}"
+
+    @property
+    def weight_type(self) -> str:
+        """Of its linear layers: "bfloat16", "int8"."""
         from kvmosaic.model.cpu.int8 import Int8Linear
 
-        rounded = any(isinstance(part, Int8Linear) for part in self.module.modules())
-        packed = ", 8-bit linear layers" if rounded else ", packed linear layers" if self.is_prepacked else ""
-        return f"in {str(self.dtype).removeprefix('torch.')} on {self.device}{packed}"
+        return "int8" if any(isinstance(part, Int8Linear) for part in self.module.modules()) else self.cache_type
+
+    @property
+    def cache_type(self) -> str:
+        """Of cached keys and values: "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_device(self) -> str:
+        """Where its weights are."""
+        return str(self.device)
+
+    @property
+    def engine_build(self) -> str:
+        """Package and version of what runs it."""
+        return f"transformers {metadata.version('transformers')}"
 
     @property
     def num_fused(self) -> Mapping[str, int]:

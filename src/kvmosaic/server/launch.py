@@ -190,11 +190,11 @@ class _Launch:
 
     def _describe(self, services: Services) -> None:
         llm, settings = services.llm, self._settings
-        dtype = str(llm.model.dtype).removeprefix("torch.")
         config = llm.chunk_cache_config
         room = _room(llm, services.documents)
         cache = f"{room}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
-        self._say(f"model      {', '.join(settings.model_names)} ({dtype}, {llm.model.device})")
+        self._say(f"model      {', '.join(settings.model_names)} ({llm.engine_facts.device})")
+        self._say(f"engine     {llm.engine_facts}")
         if llm.model.weights_note:
             self._say(f"weights    {llm.model.weights_note}")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")

@@ -59,7 +59,7 @@ class OwnPeer:
 
 def number_format(model: AnyModel) -> str:
     """Of its weights: a dtype, or a type of GGUF files."""
-    return str(model.dtype).removeprefix("torch.") if isinstance(model, LoadedModel) else model.weights_type
+    return str(model.dtype).removeprefix("torch.") if isinstance(model, LoadedModel) else model.weight_type
 
 
 def _reading(output: RequestOutput, begin: float) -> RequestTimes:

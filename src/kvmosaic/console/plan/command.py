@@ -117,7 +117,7 @@ class DeviceOptions:
             self.zipf,
         )
 
-    def request(self, model: str, dtype: str, demand: Demand) -> CapacityRequest:
+    def request(self, opening: ModelOptions, demand: Demand) -> CapacityRequest:
         """All that `show_capacity` needs.
 
         Raises:
@@ -126,8 +126,8 @@ class DeviceOptions:
         from kvmosaic.console.plan.device import CapacityRequest, SpeedAsked
 
         return CapacityRequest(
-            self.config or model,
-            dtype,
+            self.config or opening.model,
+            opening.values["dtype"],
             self.quantization,
             self.device_memory,
             demand,
@@ -138,6 +138,8 @@ class DeviceOptions:
             tuple(self.chunk_tier or ()),
             tuple(self.tier_speed or ()),
             self.chunk_codec,
+            opening.values["engine"],
+            opening.values["kv_cache_dtype"],
         )
 
 
@@ -164,8 +166,8 @@ _OF_PROMPT = (
 )
 _OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
 _FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
-PLANNED = """dtype chunk_separator position_strategy chunk_context preamble long_chunks max_section_tokens
-chunk_cache_size device"""
+PLANNED = """dtype engine kv_cache_dtype chunk_separator position_strategy chunk_context preamble long_chunks
+max_section_tokens chunk_cache_size device"""
 
 
 @grouped
@@ -210,7 +212,7 @@ def plan(
     check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)
     number = _number_of_documents(documents)
     demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
-    show_capacity(device.request(opening.model, opening.values["dtype"], demand), as_json=as_json, plot=device.plot)
+    show_capacity(device.request(opening, demand), as_json=as_json, plot=device.plot)
 
 
 def _is_of_device(context: typer.Context, documents: str | None) -> bool:

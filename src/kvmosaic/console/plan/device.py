@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +31,9 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.text import duration_text, one_line, size_text
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tiers import parse_tier_url
+
+if TYPE_CHECKING:
+    from kvmosaic.assembly import EngineName
 
 ASSUMED = "h100"
 
@@ -57,12 +60,16 @@ class SpeedAsked:
             missing = "--bandwidth" if self.bandwidth is None else "--flops"
             raise InvalidConfig(f"--flops and --bandwidth belong together; {missing} is missing")
 
-    def speed(self, model: ModelFacts) -> Speed:
-        """Returns the speed to plan with.
+    def speed(self, model: ModelFacts, llama_file: Path | None = None) -> Speed:
+        """Returns the speed to plan with; that of llama.cpp is measured with a file.
 
         Raises:
             InvalidConfig: a device without figures, or something that is no rate.
         """
+        if self.measure and llama_file is not None:
+            from kvmosaic.capacity.gguf_facts import measure_llama
+
+            return measure_llama(llama_file, model)
         if self.measure:
             from kvmosaic.capacity.machine import measure_speed
 
@@ -137,6 +144,8 @@ class CapacityRequest:
     chunk_tiers: tuple[str, ...]
     tier_speeds: tuple[str, ...]
     codec: Codec
+    engine: EngineName = "auto"
+    kv_cache_dtype: str = "auto"
 
     def plan(self) -> CapacityPlan:
         """Reads the configuration, measures if requested, and plans.
@@ -148,7 +157,8 @@ class CapacityRequest:
 
         quiet_libraries()
         tiers, compared = tiers_of(self.chunk_tiers, self.tier_speeds, measure=self.speed.measure)
-        model = self._model()
+        llama_file = self._llama_file()
+        model = self._model() if llama_file is None else self._llama_model(llama_file)
         memory = self.device_memory
         if memory is None:
             from kvmosaic.capacity.machine import memory_here  # imports torch
@@ -159,7 +169,7 @@ class CapacityRequest:
             model,
             memory,
             self.demand,
-            speed.speed(model),
+            speed.speed(model, llama_file),
             block_size=self.block_size,
             headroom=self.headroom,
             weights=self.weights,
@@ -167,6 +177,28 @@ class CapacityRequest:
             compared=compared,
             codec=self.codec,
         )
+
+    def _llama_file(self) -> Path | None:
+        """The file that llama.cpp would run; None: transformers runs the model.
+
+        Raises:
+            InvalidConfig: settings that the engine does not have.
+        """
+        from kvmosaic.assembly import runs_in_llama
+
+        if not runs_in_llama(self.model, self.engine, self.dtype, self.quantization, self.kv_cache_dtype):
+            return None
+        if self.codec != "none":
+            raise InvalidConfig(
+                f"--chunk-codec {self.codec} rounds numbers, and chunks of llama.cpp also have positions; leave it "
+                "out, or cache fewer bits by --kv-cache-dtype"
+            )
+        return Path(self.model).expanduser()
+
+    def _llama_model(self, path: Path) -> ModelFacts:
+        from kvmosaic.capacity.gguf_facts import read_gguf_facts
+
+        return read_gguf_facts(path, self.kv_cache_dtype)
 
     def _model(self) -> ModelFacts:
         """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""

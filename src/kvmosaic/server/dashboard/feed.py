@@ -297,6 +297,7 @@ class Feed:
         config, max_tokens = llm.chunk_cache_config, llm.engine.max_positions or MAX_ANSWER_TOKENS
         return {
             "model": settings.model_names[0],
+            "engine": str(llm.engine_facts),
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
             "position_strategy": config.position_strategy,
             "repair": str(config.repair),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,7 @@ class ServerReadings:
         yield Sample(own_names.SNAPSHOT_AGE, engine.figures_age_seconds)
         yield Sample(own_names.COMPOSITION, 1, self._composition)
         yield Sample(own_names.BUILD, 1, self._versions)
+        yield Sample(own_names.ENGINE, 1, asdict(self._llm.engine_facts))
 
     def _tenant_readings(self, figures: EngineFigures) -> Iterator[Sample]:
         num_bytes = dict.fromkeys((owner.name for owner in self._tenants[:MAX_TENANTS]), 0)

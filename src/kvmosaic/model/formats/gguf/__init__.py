@@ -2,5 +2,6 @@
 
 file      header: metadata and the table of tensors
 checks    whether a file can be loaded
-weights   configuration, tokenizer and weights
+weights   configuration and weights
+tokenizer its tokenizer
 """

@@ -38,6 +38,7 @@ class GGUF(ModelFormat):
         from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.formats.gguf import weights
         from kvmosaic.model.formats.gguf.file import check_gguf, read_gguf
+        from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer, warn_of_split
         from kvmosaic.model.transformers_loading import build_module, chosen_dtype
         from kvmosaic.model.unsupported import check_config
 
@@ -55,7 +56,8 @@ class GGUF(ModelFormat):
             config = weights.read_config(file, folder, options)
             check_config(config)
             module = build_module(shown, folder, config, chosen, {**options, **weights.dequantizing()})
-            tokenizer = weights.read_file_tokenizer(file, folder, options)
+            tokenizer = read_file_tokenizer(file, folder, options)
+            warn_of_split(file)
         weights.settle_module(module, file)
         return ReadModel(module, tokenizer, note, partial(weights.identity, file))
 

@@ -1,8 +1,8 @@
 """GGUF files through transformers: dequantized weights, special tokens and generation settings of the file.
 
-transformers builds the configuration, the weights and the tokenizer, and ignores some entries of the file. Entries that
-change answers are set here (the tokens that end an answer, scaled frequencies) or refused (an attention rule that
-the built model does not have).
+transformers builds the configuration and the weights, and ignores some entries of the file. Entries that change answers
+are set here (the tokens that end an answer, scaled frequencies) or refused (an attention rule that the built model does
+not have).
 """
 
 from __future__ import annotations
@@ -50,24 +50,6 @@ _STATED = {
 """Attention rules of the built model, and the file's entries for them."""
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-_GPT2_SPLITS = {
-    "default",
-    "gpt-2",
-    "gpt2",
-    "phi-2",
-    "mpt",
-    "olmo",
-    "jais",
-    "smollm",
-    "starcoder",
-    "refact",
-    "command-r",
-}
-"""GPT-2 text splits; some of them first split digits one by one, and their vocabularies have no longer runs of
-digits."""
-
-_SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
 
 
 @contextmanager
@@ -240,12 +222,15 @@ def settle_module(module: Any, file: GgufFile) -> None:
     ends = [token for name in _ENDS if (token := file.metadata.get(f"tokenizer.ggml.{name}")) is not None]
     generation.bos_token_id, generation.pad_token_id = module.config.bos_token_id, module.config.pad_token_id
     generation.eos_token_id = list(dict.fromkeys(ends)) or None
+    for name, value in sampling_of(file).items():
+        setattr(generation, name, value)
+
+
+def sampling_of(file: GgufFile) -> dict[str, Any]:
+    """How a file says that answers are sampled, in the names of a generation configuration."""
     stated = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
-    for name, value in stated.items():
-        if value is not None:
-            setattr(generation, name, value)
-    if stated["temperature"]:
-        generation.do_sample = True
+    found = {name: value for name, value in stated.items() if value is not None}
+    return {**found, "do_sample": True} if found.get("temperature") else found
 
 
 def _scale_frequencies(module: Any, file: GgufFile) -> None:
@@ -269,42 +254,6 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
     with file.path.open("rb") as opened:
         opened.seek(file.data_start + tensor.offset)
         return torch.frombuffer(bytearray(opened.read(4 * tensor.num_numbers)), dtype=torch.float32)
-
-
-def has_tokenizer(file: GgufFile) -> bool:
-    """Whether the file has a vocabulary."""
-    return bool(file.metadata.get("tokenizer.ggml.tokens"))
-
-
-def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
-    """The tokenizer of a file in a folder of its own (`alone`); None if it has none."""
-    from kvmosaic.model.transformers_loading import read_tokenizer
-
-    if not has_tokenizer(file):
-        return None
-    return read_tokenizer(str(file.path), folder, {**options, **tokenizer_options(file)})
-
-
-def tokenizer_options(file: GgufFile) -> dict[str, Any]:
-    """Extra options for a tokenizer; warns if transformers does not know how its text is split."""
-    split = file.metadata.get("tokenizer.ggml.pre", "default")
-    if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _known_splits():
-        logger.warning(
-            "%s splits text by rules called %r, which transformers does not know: it is split as GPT-2 does, and may "
-            "become other tokens than the model learned from",
-            file.path.name,
-            str(split)[:60],
-        )
-    has_say = "tokenizer.ggml.add_bos_token" in file.metadata
-    return {"add_bos_token": True} if split in _SPLITS_WITH_BEGIN and not has_say else {}
-
-
-def _known_splits() -> set[str]:
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:
-        return _GPT2_SPLITS
-    return _GPT2_SPLITS | set(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def identity(file: GgufFile, fingerprint: str) -> str:

@@ -1,0 +1,92 @@
+"""Tokenizers of GGUF files: transformers builds them; what differs from the file is mended here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
+from kvmosaic.model.formats.gguf.file import GgufFile
+
+logger = logging.getLogger("kvmosaic")
+
+_GPT2_SPLITS = {"default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"}
+"""GPT-2 text splits."""
+_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Splits that take digits of any script one by one, and then split as GPT-2; transformers leaves out the digits."""
+_SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
+_KIND, _SPLIT, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
+_BLANK = "\u2581"
+
+
+def has_tokenizer(file: GgufFile) -> bool:
+    """Whether the file has a vocabulary."""
+    return bool(file.metadata.get(_TOKENS))
+
+
+def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+    """The tokenizer of a file in a folder of its own (`weights.alone`); None if it has none."""
+    from kvmosaic.model.transformers_loading import read_tokenizer
+
+    if not has_tokenizer(file):
+        return None
+    split = file.metadata.get(_SPLIT, "default")
+    adds_begin = split in _SPLITS_WITH_BEGIN and "tokenizer.ggml.add_bos_token" not in file.metadata
+    tokenizer = read_tokenizer(str(file.path), folder, {**options, **({"add_bos_token": True} if adds_begin else {})})
+    backend = tokenizer.backend_tokenizer
+    if file.metadata.get(_KIND) == "llama":
+        _write_spaces(backend, has_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)))
+    elif split in _DIGITS_APART:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    return _without_foreign_tokens(tokenizer, int(file.metadata[_TOKENS]))
+
+
+def warn_of_split(file: GgufFile) -> None:
+    """Warns if transformers does not know how the text of a file is split."""
+    split = file.metadata.get(_SPLIT, "default")
+    if file.metadata.get(_KIND) == "gpt2" and split not in _known_splits():
+        logger.warning(
+            "%s splits text by rules called %r, which transformers does not know: it is split as GPT-2 does, and may "
+            "become other tokens than the model learned from",
+            file.path.name,
+            str(split)[:60],
+        )
+
+
+def _write_spaces(backend: Any, *, has_prefix: bool) -> None:
+    """Writes blanks as SentencePiece does, with one more before a text and after control tokens if the file says so.
+
+    transformers adds it to a text only, whatever the file says, and not before a blank.
+    """
+    blanks = normalizers.Replace(" ", _BLANK)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), blanks]) if has_prefix else blanks
+    backend.pre_tokenizer = None
+    if not has_prefix:
+        parts = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(parts)
+
+
+def _without_foreign_tokens(tokenizer: Any, num_tokens: int) -> Any:
+    """A tokenizer without the tokens that transformers adds after those of the file, such as `<|endoftext|>`.
+
+    The model has no rows for them: a prompt with such a text could not be answered.
+    """
+    if all(token < num_tokens for token in tokenizer.added_tokens_decoder):
+        return tokenizer
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < num_tokens]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
+
+def _known_splits() -> set[str]:
+    known = _GPT2_SPLITS | _DIGITS_APART
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return known
+    return known | set(GGUF_PRE_TOKENIZER_SPLITS)
