@@ -57,9 +57,9 @@ class Rows:
         rows = [row for row in self._of(workload, peer) if (row.dtype == "float32") == is_plain]
         return min((row.token.median for row in rows if row.token), default=None)
 
-    def best(self, workload: str, peer: str) -> BenchRow | None:
-        """The row with the shortest time to the first token."""
-        rows = [row for row in self._of(workload, peer) if row.first_seconds]
+    def best(self, workload: str, peer: str, dtype: str | None = None) -> BenchRow | None:
+        """The row with the shortest time to the first token, in any dtype unless one is named."""
+        rows = [row for row in self._of(workload, peer) if row.first_seconds and dtype in (None, row.dtype)]
         return min(rows, key=lambda row: row.first.median if row.first else 0.0, default=None)
 
     def _of(self, workload: str, peer: str) -> list[BenchRow]:
@@ -136,7 +136,8 @@ def _server_targets(by: Rows, strategy: str) -> list[Target]:
     found: list[Target] = []
 
     def add(what: str, wanted: float, workload: str, reading: Callable[[BenchRow], float | None]) -> None:
-        server, own = (by.best(workload, peer) for peer in (LLAMA_SERVER, OWN))
+        server = by.best(workload, LLAMA_SERVER)
+        own = by.best(workload, OWN, server.dtype if server else None)
         above, below = (reading(row) if row else None for row in (server, own))
         if above and below:
             found.append(Target(f"{what}: {LLAMA_SERVER} by ours", wanted, above / below))
