@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvmosaic.llama import cells
-from kvmosaic.llama.cells import UNLIMITED, Cells, NoRoom, SlotRun, Target
+from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack, parse
+from kvmosaic.llama.views import UNLIMITED, SlotRun, Target
 
 NUM_SLOTS = 24
 

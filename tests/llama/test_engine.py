@@ -142,6 +142,23 @@ def test_chunks_are_read_and_written_byte_for_byte(cache: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("is_at_rest", [False, True])
+def test_keys_of_documents_at_the_same_positions_are_told_apart(is_at_rest: bool) -> None:
+    engine = llama_engine(llama_reader())
+    ask(engine, Prompt.from_tokens([2, 3], documents(5, 2, 20), QUESTION), position_strategy="shared")
+    storage, chunks = engine.runner.storages["chunk_cache"], engine.kv_cache.chunks()
+    if is_at_rest:
+        engine.runner.sleep((), [block for chunk in chunks for block in chunk.block_ids])
+        engine.runner.wake()
+    alone = [storage.read_chunk(chunk.block_ids, chunk.num_tokens)[0][0] for chunk in chunks]
+    runs = [
+        (block * 4, min(4, chunk.num_tokens - 4 * number))
+        for chunk in chunks
+        for number, block in enumerate(chunk.block_ids)
+    ]
+    assert torch.equal(storage.get_kv(0, runs)[0], torch.cat(alone))
+
+
 def test_what_llama_cpp_cannot_do_is_refused_with_its_reason() -> None:
     engine = llama_engine(llama_reader())
     prompt = Prompt.from_tokens([2, 3], documents(1, 2), QUESTION)

@@ -22,96 +22,28 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
 
 from kvmosaic.llama.memory import SequenceMemory
 from kvmosaic.llama.state import SequenceState, gather, joined, pack, parse, relabelled
-
-UNLIMITED = 1 << 31
-"""More than any span."""
+from kvmosaic.llama.views import (
+    UNLIMITED,
+    Home,
+    MovedCopy,
+    SequenceView,
+    SlotRun,
+    Target,
+    joined_runs,
+    meets,
+    overlap,
+    spans_of,
+)
 
 IDLE_ROWS = 64
 """Rows after which unread cells move to host memory: moving there and back takes as long as being skipped so often."""
 
 
-class SlotRun(NamedTuple):
-    """Consecutive slots, as rows read them."""
-
-    first: int
-    num_tokens: int
-    distance: int = 0
-    """By how much their keys are moved for the reader."""
-    label: int = 0
-    """By how much their positions differ from that, with their keys as they are."""
-    copy: int = 0
-    """How often a reader sees these slots at these positions before: a sequence shows a cell once."""
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether it cannot be read where it is."""
-        return bool(self.distance or self.label or self.copy)
-
-
-class Target(NamedTuple):
-    """Where tokens will be written."""
-
-    positions: range
-    after: int | None = None
-    """The slot of the token before, if it belongs to the same span."""
-
-
 class NoRoom(Exception):
     """All sequences, cells, or room for moved copies, belong to views in use."""
-
-
-@dataclass(eq=False, slots=True)
-class Home:
-    """Cells that a range of positions names. While `sequence` is None, they are in `saved`, in host memory."""
-
-    sequence: int | None
-    uses: dict[int, int] = field(default_factory=dict)
-    """Number of slots of each position's cell."""
-    saved: bytes = b""
-    freed: list[int] = field(default_factory=list)
-    """Positions of saved cells that were freed since."""
-    read_at: int = 0
-    """Number of rows that had been computed when it was last read."""
-
-    @property
-    def num_cells(self) -> int:
-        """Cells of its sequence, or of what is saved."""
-        return len(self.uses) + len(self.freed)
-
-
-@dataclass(eq=False, slots=True)
-class MovedCopy:
-    """A copy of a run's cells, moved. While `sequence` is None, they are in `saved`, in host memory."""
-
-    num_cells: int
-    sequence: int | None
-    saved: bytes = b""
-    read_at: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class SequenceView:
-    """A sequence with the cells that some rows see."""
-
-    sequence: int
-    runs: tuple[SlotRun, ...]
-    """The slots that it shows, in order."""
-    homes: set[Home] = field(default_factory=set)
-    """Of these cells."""
-    home: Home | None = None
-    """Of the tokens that will be written through it."""
-    num_rows: int = 0
-    """How many these are."""
-    num_copied: int = 0
-    """Cells of its own."""
-    read_at: int = 0
-    """Number of rows that had been computed when it was last taken."""
 
 
 class Cells:
@@ -170,7 +102,7 @@ class Cells:
         Raises:
             NoRoom: other taken views hold what it needs.
         """
-        wanted = self._normal(self._counted(_joined(runs)))
+        wanted = self._normal(self._counted(joined_runs(runs)))
         try:
             return self._ready(self._kept(wanted) or self._tagged(wanted), target)
         except NoRoom:
@@ -194,7 +126,7 @@ class Cells:
         self._num_cells += len(slots) - view.num_rows  # all of the rows may not have been computed
         view.home, view.num_rows = None, 0
         self._num_rows += len(slots)
-        view.runs = self._normal(_joined((*view.runs, *(SlotRun(slot, 1) for slot in slots))))
+        view.runs = self._normal(joined_runs((*view.runs, *(SlotRun(slot, 1) for slot in slots))))
 
     def put_back(self, view: SequenceView) -> None:
         """Ends the use of a view; it is kept for rows that see the same."""
@@ -219,9 +151,9 @@ class Cells:
         stale = {slot for slot in slots if self._homes[slot] is not None}
         if not stale:
             return
-        for runs in [runs for runs in self._views if any(_meets(run, stale) for run in runs)]:
+        for runs in [runs for runs in self._views if any(meets(run, stale) for run in runs)]:
             self._forget(self._views.pop(runs))
-        for run in [run for run in self._moved if _meets(run, stale)]:
+        for run in [run for run in self._moved if meets(run, stale)]:
             self._drop_moved(run)
         for slot in stale:
             self._release(slot)
@@ -238,30 +170,28 @@ class Cells:
 
     def read(self, slots: Sequence[int]) -> SequenceState:
         """Copies of the cells of some slots, in order; those in host memory stay there."""
-        saved: dict[Home, SequenceState] = {}
-        live = [slot for slot in slots if self._home_of(slot).sequence is not None]
-        found: dict[int, tuple[SequenceState, int]] = {}
-        for part in _spans([self._positions[slot] for slot in live], self.max_span):
-            view = self.take(SlotRun(live[number], 1) for number in part)
-            try:
-                state = parse(self.memory.save(view.sequence))
-            finally:
-                self.drop(view)
-            found.update((position, (state, number)) for number, position in enumerate(state.positions))
+        by_home: dict[Home, list[int]] = {}
         for slot in slots:
-            home = self._home_of(slot)
-            if home.sequence is None and home not in saved:
-                state = saved[home] = parse(home.saved)
-                places = {position: number for number, position in enumerate(state.positions)}
-                mine = [self._positions[other] for other in slots if self._homes[other] is home]
-                found.update((position, (state, places[position])) for position in mine)
-        return gather([found[self._positions[slot]] for slot in slots])
+            by_home.setdefault(self._home_of(slot), []).append(slot)
+        found: dict[tuple[Home, int], tuple[SequenceState, int]] = {}
+        for home, own in by_home.items():
+            state = parse(home.saved if home.sequence is None else self._saved(own))
+            found.update(((home, position), (state, number)) for number, position in enumerate(state.positions))
+        return gather([found[self._home_of(slot), self._positions[slot]] for slot in slots])
+
+    def _saved(self, slots: Sequence[int]) -> bytes:
+        """Saved cells of some slots of one home."""
+        view = self.take(SlotRun(slot, 1) for slot in {self._positions[slot]: slot for slot in slots}.values())
+        try:
+            return self.memory.save(view.sequence)
+        finally:
+            self.drop(view)
 
     def load(self, slots: Sequence[int], positions: Sequence[int], state: bytes) -> None:
         """Records saved cells as those of some slots, each at its position; they are written when they are read."""
         self.free(slots)
         order = sorted(range(len(slots)), key=positions.__getitem__)  # as `parse` gives them
-        parts = _spans([positions[number] for number in order], self.max_span)
+        parts = spans_of([positions[number] for number in order], self.max_span)
         parsed = parse(state) if len(parts) > 1 else None
         for part in parts:
             home = Home(None, saved=state if parsed is None else pack(parsed.take(part)))
@@ -344,7 +274,7 @@ class Cells:
         """Whether a home may have these positions, too."""
         if self.max_span == UNLIMITED:
             return True
-        return len(_spans([min(home.uses), max(home.uses), *positions], self.max_span)) == 1
+        return len(spans_of([min(home.uses), max(home.uses), *positions], self.max_span)) == 1
 
     def _normal(self, runs: Iterable[SlotRun]) -> tuple[SlotRun, ...]:
         """Joined runs, of which copied ones are cut by `max_span`."""
@@ -353,7 +283,7 @@ class Cells:
         parts: list[SlotRun] = []
         for run in runs:
             slots = range(run.first, run.first + run.num_tokens) if run.is_copied else ()
-            spans = _spans([self._positions[slot] for slot in slots], self.max_span)
+            spans = spans_of([self._positions[slot] for slot in slots], self.max_span)
             parts.extend(SlotRun(slots[span[0]], len(span), *run[2:]) for span in spans)
             parts.extend(() if spans else (run,))
         return tuple(parts)
@@ -363,7 +293,7 @@ class Cells:
 
         The same document twice, or two that share their beginning, in shared positions: each counts.
         """
-        if not self._num_shared and not _overlap(runs):
+        if not self._num_shared and not overlap(runs):
             return runs
         seen: Counter[tuple[Home | None, int, int, int]] = Counter()
         counted: list[SlotRun] = []
@@ -372,7 +302,7 @@ class Cells:
                 place = (self._homes[slot], self._positions[slot], run.distance, run.label)
                 counted.append(SlotRun(slot, 1, run.distance, run.label, seen[place]))
                 seen[place] += 1
-        return _joined(counted)
+        return joined_runs(counted)
 
     def _kept(self, wanted: tuple[SlotRun, ...]) -> SequenceView | None:
         """A view that was put back, taken again."""
@@ -620,45 +550,3 @@ class Cells:
         if not home.uses:
             self._free.append(home.sequence)
             del self._stored[home]
-
-
-def _joined(runs: Iterable[SlotRun]) -> tuple[SlotRun, ...]:
-    """Runs in order, neighbours that are read alike as one."""
-    joined: list[SlotRun] = []
-    for run in runs:
-        before = joined[-1] if joined else None
-        if before is not None and before.first + before.num_tokens == run.first and before[2:] == run[2:]:
-            joined[-1] = before._replace(num_tokens=before.num_tokens + run.num_tokens)
-        elif run.num_tokens:
-            joined.append(run)
-    return tuple(joined)
-
-
-def _overlap(runs: tuple[SlotRun, ...]) -> bool:
-    """Whether any slot is seen twice at the same position."""
-    ordered = sorted(runs, key=lambda run: (run.distance, run.label, run.first))
-    return any(one.first + one.num_tokens > other.first and one[2:] == other[2:] for one, other in pairwise(ordered))
-
-
-def _spans(positions: Sequence[int], max_span: int) -> list[range]:
-    """Indexes of positions, in order, cut where first and last would be further apart than allowed."""
-    if max_span == UNLIMITED:
-        return [range(len(positions))] if positions else []
-    spans: list[range] = []
-    low = high = 0
-    for number, position in enumerate(positions):
-        low, high = min(low, position), max(high, position)
-        if spans and high - low < max_span:
-            spans[-1] = range(spans[-1].start, number + 1)
-        else:
-            spans.append(range(number, number + 1))
-            low = high = position
-    return spans
-
-
-def _meets(run: SlotRun, slots: set[int]) -> bool:
-    """Whether a run has any of these slots."""
-    last = run.first + run.num_tokens
-    if run.num_tokens > len(slots):
-        return any(run.first <= slot < last for slot in slots)
-    return any(slot in slots for slot in range(run.first, last))

@@ -16,12 +16,13 @@ from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockCopy
 from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
-from kvmosaic.llama.cells import UNLIMITED, Cells, NoRoom, SequenceView, SlotRun, Target
+from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
+from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target
 from kvmosaic.model.runner import SpanRows
 
 _SPARE_CELLS = 1
