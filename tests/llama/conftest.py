@@ -15,6 +15,7 @@ _RUNS_IT = (
     "rotations",
     "server",
     "storms",
+    "tiles",
     "tokens",
 )
 collect_ignore = [] if is_installed() else [f"test_{name}.py" for name in _RUNS_IT]

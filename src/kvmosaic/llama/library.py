@@ -149,9 +149,9 @@ class LlamaFile:
         library = bindings()
         params = library.llama_context_default_params()
         params.n_ctx = num_cells
-        params.n_batch = max(max_rows, num_sequences)  # its own check: a row of logits for every sequence
-        params.n_ubatch = max(min(max_rows, 512), num_sequences)
-        params.n_seq_max = num_sequences
+        params.n_seq_max = num_sequences + 1  # one for padding
+        params.n_batch = max(max_rows, params.n_seq_max)  # its own check: a row of logits for every sequence
+        params.n_ubatch = max(min(max_rows, 512), params.n_seq_max)
         params.kv_unified = True
         params.flash_attn_type = 1
         params.type_k = params.type_v = CACHE_TYPES[cache_type]
@@ -205,8 +205,12 @@ class LlamaContext:
             self._library.llama_free(self._context)
             self._context = None
 
-    def forward(self, groups: Sequence[Rows]) -> Tensor:
+    def forward(self, groups: Sequence[Rows], padding: int = 0) -> Tensor:
         """Computes the keys and values of some rows, all of which see what their sequence has at earlier positions.
+
+        Args:
+            groups: the rows.
+            padding: number of further rows, whose cells are free again afterwards.
 
         Returns:
             [R, V] logits in float32, of the requested rows in order.
@@ -215,7 +219,8 @@ class LlamaContext:
             ModelError: llama.cpp failed; none of the rows' cells exist.
         """
         batch, row, num_logits = self._batch, 0, 0
-        for rows in groups:
+        spare = Rows([0] * padding, 0, self.num_sequences)
+        for rows in (*groups, spare):
             first_logit = len(rows.token_ids) - rows.num_logits
             for number, token in enumerate(rows.token_ids):
                 batch.token[row] = token
@@ -226,7 +231,10 @@ class LlamaContext:
                 row += 1
             num_logits += rows.num_logits
         batch.n_tokens = row
-        if code := self._library.llama_decode(self._context, batch):
+        code = self._library.llama_decode(self._context, batch)
+        if padding:
+            self.untag(spare.sequence)
+        if code:
             for rows in groups:
                 self.untag(rows.sequence, rows.position)
             raise ModelError(f"llama.cpp failed with code {code} in a forward of {row} tokens")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvmosaic.layout import Layout
 
-NUM_SEQUENCES = 256
-"""Sequences of a context: the most that llama.cpp allows."""
+NUM_SEQUENCES = 255
+"""Sequences of a context: the most that llama.cpp allows, but one, which pads forwards."""
 _READABLE = NUM_SEQUENCES - 8
 """Without a view, what is written, and what is being moved."""
 

@@ -1,0 +1,33 @@
+"""Padded forwards: as right as others, and only where they are shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from llama.test_conformance import reader
+from support.engine_conformance import CASES, Reference, run_case
+from support.llama_engine import llama_engine, llama_reader
+
+from kvmosaic.llama import runner
+from kvmosaic.llama.tiles import TILE, RowCost, num_padding
+
+SMOLLM2 = RowCost(135_000_000, 2 * 30 * 9 * 64)
+LLAMA_8B = RowCost(8_000_000_000, 2 * 32 * 32 * 128)
+
+
+def always(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
+    return max(0, TILE - sum(count for count, _ in groups))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_with_padded_forwards_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "num_padding", always)
+    run_case(case, llama_engine(llama_reader()), Reference(reader(), 0.05))
+
+
+def test_a_forward_is_padded_where_that_is_shorter() -> None:
+    assert num_padding([(63, 2560)], SMOLLM2) == 1 and num_padding([(40, 2000), (8, 2560)], SMOLLM2) == 16
+    assert num_padding([(1, 100_000)], SMOLLM2) == num_padding([(8, 2560)], SMOLLM2) == 0
+    assert num_padding([(63, 10)], SMOLLM2) == num_padding([(32, 2560)], LLAMA_8B) == 0
+    assert num_padding([(TILE, 2560)], SMOLLM2) == num_padding([], SMOLLM2) == 0
