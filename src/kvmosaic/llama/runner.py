@@ -221,7 +221,7 @@ class LlamaRunner:
         return [group.number for group, _ in taken for _ in range(group.num_logits)], logits
 
     def _num_padding(self, groups: Sequence[_Group]) -> int:
-        """Rows that nobody needs, with which a forward takes less time."""
+        """Further rows with which a forward takes less time."""
         if not self._is_tiled:
             return 0
         reads = [(len(group.token_ids), sum(run.num_tokens for run in group.runs)) for group in groups]

@@ -26,7 +26,7 @@ class RowCost(NamedTuple):
 
 
 def num_padding(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
-    """How many rows that nobody needs make a forward shorter.
+    """How many further rows make a forward shorter.
 
     Args:
         groups: number of rows, and tokens that each of them reads, of each part of the forward.
