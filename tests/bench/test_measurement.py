@@ -208,7 +208,7 @@ def test_peak_memory_falls_back_to_what_is_held() -> None:
     process_id = os.getpid()
     if resident_bytes(process_id) is None:
         pytest.skip("this system does not tell")
-    block = bytearray(64 << 20)
+    block = b"x" * (64 << 20)  # written, so that it is in memory
     held = resident_bytes(process_id)
     del block
     forget_peak(process_id)
