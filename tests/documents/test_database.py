@@ -304,9 +304,9 @@ def test_ten_thousand_documents_open_and_are_listed_soon(tmp_path: Path) -> None
         assert time.process_time() - begun < 2
         after, seconds = None, []
         for _ in range(20):
-            begun = time.process_time()
+            begun = time.thread_time()
             page = store.page(TENANT, limit=100, after=after)
-            seconds.append(time.process_time() - begun)
+            seconds.append(time.thread_time() - begun)
             after = page.next_after
         assert sorted(seconds)[10] < 0.05
 

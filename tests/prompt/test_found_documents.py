@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpu_time import least_cpu_seconds
 from support.target import slowness
 
 from kvmosaic.errors import InvalidConfig
@@ -157,9 +156,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_texts_are_searched_in_linear_time(text: str) -> None:
-    began = time.process_time()
-    parts = split_at_documents([foreign(text, message=0), template("<|end|>")], ALL, 4_096)
-    assert time.process_time() - began < 0.5 * slowness()
+    pieces = [foreign(text, message=0), template("<|end|>")]
+    parts = split_at_documents(pieces, ALL, 4_096)
+    assert least_cpu_seconds(lambda: split_at_documents(pieces, ALL, 4_096)) < 0.5 * slowness()
     assert "".join(joined(part.pieces) for part in parts) == text + "<|end|>"
     assert sum(part.found is not None for part in parts) <= MAX_FOUND_DOCUMENTS
 
