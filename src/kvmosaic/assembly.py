@@ -51,7 +51,7 @@ Settings = TypeVar("Settings")
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
 MAX_LLAMA_CELLS = 32_768
-"""The most cells of llama.cpp for requests, and for documents: its masks and buffers grow with them. Other cached
+"""The most cells of llama.cpp for requests, and for documents: each row looks at all that are in use. Other cached
 documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"

@@ -10,10 +10,9 @@ import pytest
 import torch
 from support.engine_conformance import ask, params
 from support.engines import dense_logits
-from support.llama_engine import RecordingLlamaRunner, llama_engine, llama_reader, reader_file
+from support.llama_engine import difference, documents, llama_engine, llama_reader, logits_of, reader_file
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.engine import Engine
 from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, RequestTooLarge, UnsupportedModel
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import load_llama
@@ -23,24 +22,6 @@ from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt
 
 QUESTION = [5, 300, 11, 700, 9]
-
-
-def documents(seed: int, count: int = 4, length: int = 30) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 3000, (length + number,), generator=generator).tolist() for number in range(count)]
-
-
-def logits_of(engine: Engine, prompt: Prompt, strategy: str = "shared") -> torch.Tensor:
-    """Logits of the first token of the answer."""
-    runner = engine.runner
-    assert isinstance(runner, RecordingLlamaRunner)
-    runner.logits.clear()
-    ask(engine, prompt, params(1), position_strategy=strategy)
-    return next(logits for logits in reversed(runner.logits) if len(logits))[-1]
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).pow(2).mean().sqrt() / expected.std())
 
 
 @pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])

@@ -11,7 +11,7 @@ import torch
 from support.engine_conformance import CASES, DOCUMENTS, SYSTEM, Reference, ask, params, run_case
 from support.engine_conformance import QUESTION as ASKED
 from support.engines import dense_logits
-from support.llama_engine import RecordingLlamaRunner, llama_engine, llama_reader, reader_file
+from support.llama_engine import RecordingLlamaRunner, documents, llama_engine, llama_reader, reader_file
 from support.llama_quantize import KINDS
 
 from kvmosaic.llama.self_check import check_llama
@@ -21,11 +21,6 @@ from kvmosaic.prompt import Prompt
 QUESTION = [5, 300, 11, 700, 9]
 SETTINGS = [("F16", "f16", 1), ("Q8_0", "q8_0", 2), ("Q4_K_M", "f16", 2), ("Q4_K_M", "q8_0", 1)]
 """Kind of weights, kind of cache, threads."""
-
-
-def documents(seed: int, count: int = 4, length: int = 30) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 3000, (length + number,), generator=generator).tolist() for number in range(count)]
 
 
 @cache

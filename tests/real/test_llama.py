@@ -19,7 +19,7 @@ if not is_installed():
     pytest.skip("llama.cpp is not installed", allow_module_level=True)
 
 from support.gguf import hf_name
-from support.llama_engine import RecordingLlamaRunner, llama_engine
+from support.llama_engine import difference, llama_engine, logits_of
 from support.llama_quantize import quantize
 
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams, TierConfig
@@ -52,19 +52,6 @@ def opened(model: LlamaModel, num_threads: int, **options: object) -> Engine:
 def prompt_of(model: LlamaModel, number: int, order: tuple[int, ...] = (2, 0, 1, 3)) -> Prompt:
     system, chunks, question = parts(model.tokenizer, QUESTIONS[number], [DOCUMENTS[index] for index in order])
     return Prompt.from_tokens(system, chunks, question)
-
-
-def logits_of(engine: Engine, prompt: Prompt, strategy: str = "shared") -> torch.Tensor:
-    """Of the first token of the answer."""
-    runner = engine.runner
-    assert isinstance(runner, RecordingLlamaRunner)
-    runner.logits.clear()
-    ask(engine, prompt, params(1), position_strategy=strategy)
-    return next(logits for logits in reversed(runner.logits) if len(logits))[-1]
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).pow(2).mean().sqrt() / expected.std())
 
 
 @pytest.fixture(scope="module")

@@ -74,15 +74,11 @@ def save_gguf(
     for key, value in entries.items():
         _add(writer, key, value)
     for name, weight in load_file(folder / "model.safetensors").items():
-        place, _, part = name.rpartition(".")
-        prefix = ""
-        if place.startswith("model.layers."):
-            _, _, layer, place = place.split(".", 3)
-            prefix = f"blk.{layer}."
+        place, stored = place_and_name(name, NAMES)
         array = weight.float().numpy()
         if place.endswith(("q_proj", "k_proj")):
             array = interleaved(array, array.shape[0] // head_dim)
-        _add_tensor(writer, f"{prefix}{NAMES[place]}.{part}", array, kind if array.ndim > 1 else "F32")
+        _add_tensor(writer, stored, array, kind if array.ndim > 1 else "F32")
     for name, array in (tensors or {}).items():
         _add_tensor(writer, name, array, "F32")
     writer.write_header_to_file()
@@ -90,6 +86,16 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def place_and_name(name: str, names: Mapping[str, str]) -> tuple[str, str]:
+    """The place of a tensor's module in its layer, and the tensor's name in a file."""
+    place, _, part = name.rpartition(".")
+    prefix = ""
+    if place.startswith("model.layers."):
+        _, _, layer, place = place.split(".", 3)
+        prefix = f"blk.{layer}."
+    return place, f"{prefix}{names[place]}.{part}"
 
 
 def hf_name(name: str) -> str:

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 
 from kvmosaic.model import LoadedModel
 from support.families import build, configuration
-from support.gguf import NAMES, interleaved
+from support.gguf import NAMES, interleaved, place_and_name
 
 _GEMMA = {
     **NAMES,
@@ -53,17 +53,13 @@ def family_file(family: str) -> Path:
     for name, weight in module.state_dict().items():
         if name == "lm_head.weight":
             continue
-        place, _, part = name.rpartition(".")
-        prefix = ""
-        if place.startswith("model.layers."):
-            _, _, layer, place = place.split(".", 3)
-            prefix = f"blk.{layer}."
+        place, stored = place_and_name(name, names)
         array = weight.float().numpy()
         if family.startswith("gemma") and array.ndim == 1:
             array = array + 1
         if family == "smollm3" and place.endswith(("q_proj", "k_proj")):
             array = interleaved(array, array.shape[0] // config.head_dim)
-        writer.add_tensor(f"{prefix}{names[place]}.{part}", np.ascontiguousarray(array))
+        writer.add_tensor(stored, np.ascontiguousarray(array))
     return _written(writer)
 
 

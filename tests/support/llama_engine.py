@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvmosaic.cache import KVCache
@@ -14,6 +15,8 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine import Engine
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.llama.runner import LlamaRunner
+from kvmosaic.prompt import Prompt
+from support.engine_conformance import ask, params
 from support.gguf import save_gguf
 from support.llama_quantize import KINDS, quantize
 
@@ -77,3 +80,21 @@ def llama_engine(
         prefix_caching=prefix_caching,
     )
     return Engine(runner, kv_cache, config, EngineConfig(**(engine_options or {})))  # type: ignore[arg-type]
+
+
+def documents(seed: int, count: int = 4, length: int = 30) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 3000, (length + number,), generator=generator).tolist() for number in range(count)]
+
+
+def logits_of(engine: Engine, prompt: Prompt, strategy: str = "shared") -> Tensor:
+    """Logits of the first token of the answer."""
+    runner = engine.runner
+    assert isinstance(runner, RecordingLlamaRunner)
+    runner.logits.clear()
+    ask(engine, prompt, params(1), position_strategy=strategy)
+    return next(logits for logits in reversed(runner.logits) if len(logits))[-1]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).pow(2).mean().sqrt() / expected.std())

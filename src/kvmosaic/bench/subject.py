@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmosaic.assembly import AnyModel, runs_in_llama
+from kvmosaic.assembly import AnyModel, open_model
 from kvmosaic.bench.models import TokenCost, model_folder, weigh
-from kvmosaic.bench.peers.own import number_format
-from kvmosaic.model import load_model
-from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
+from kvmosaic.model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +48,18 @@ def open_subject(name: str, dtypes: Sequence[str], scratch: Path) -> Subject:
     models: dict[str, AnyModel] = {}
     weights: dict[str, TokenCost] = {}
     for dtype in dict.fromkeys(dtypes):
-        model, weight = _opened(source, dtype)
-        numbers = number_format(model)  # that of "auto" may be one of the others
-        models[numbers], weights[numbers] = model, weight
+        model = open_model(source, dtype=dtype, local_files_only=True)
+        numbers = model.weight_type  # that of "auto" may be one of the others
+        models[numbers], weights[numbers] = model, _weighed(model, source)
     return Subject(source, models, weights)
 
 
-def _opened(source: Path, dtype: str) -> tuple[AnyModel, TokenCost]:
-    if runs_in_llama(source, "auto", dtype, "none"):
-        from kvmosaic.llama.model import load_llama
+def _weighed(model: AnyModel, source: Path) -> TokenCost:
+    kv_bytes = model.bytes_per_token()
+    if isinstance(model, LoadedModel):
+        return weigh(model.config, model.dtype.itemsize, kv_bytes)
+    from kvmosaic.capacity.gguf_facts import read_gguf_facts
 
-        model = load_llama(source)
-        return model, _weigh_file(read_gguf(source), model.bytes_per_token())
-    loaded = load_model(source, dtype=dtype, local_files_only=True)
-    return loaded, weigh(loaded.config, loaded.dtype.itemsize, loaded.bytes_per_token())
-
-
-def _weigh_file(file: GgufFile, kv_bytes_per_token: int) -> TokenCost:
-    sizes = {tensor.name: tensor.num_numbers for tensor in file.tensors}
-    table = sizes.get("token_embd.weight", 0)
-    output = sizes.get("output.weight", table)
-    linear = file.num_numbers - table - sizes.get("output.weight", 0)
-    return TokenCost(file.num_numbers, linear, output, kv_bytes_per_token, file.num_bytes / file.num_numbers)
+    facts = read_gguf_facts(source)
+    bytes_per_number = facts.weight_bytes / facts.num_parameters
+    return TokenCost(facts.num_parameters, facts.linear_parameters, facts.output_parameters, kv_bytes, bytes_per_number)

@@ -212,24 +212,22 @@ class Cells:
     def rest(self, num_rows: int) -> None:
         """Moves to host memory what no taken view shows and was not read for long, before a forward of so many rows."""
         since = self._num_rows + num_rows - IDLE_ROWS
-        for runs in [runs for runs, view in self._views.items() if view.num_copied and view.read_at < since]:
-            self._forget(self._views.pop(runs))
-        held = self._held_homes()
-        for home in [home for home in self._stored if home.read_at < since and home not in held]:
-            self._save_home(home)
-        shown = self._shown_runs()
-        idle = [(run, copy) for run, copy in self._moved.items() if copy.read_at < since and copy.sequence is not None]
-        for run, copy in idle:
-            if run not in shown:
+        for runs in self._copied_views():
+            if self._views[runs].read_at < since:
+                self._forget(self._views.pop(runs))
+        for home in self._idle_homes():
+            if home.read_at < since:
+                self._save_home(home)
+        for run, copy in self._idle_copies():
+            if copy.read_at < since:
                 self._save_copy(run, copy)
 
     def save_all(self) -> None:
         """Moves all cells to host memory and drops all views, so that the memory may be replaced by an empty one."""
         assert not self._taken
-        for run, copy in self._moved.items():
-            if copy.sequence is not None:
-                self._save_copy(run, copy)
-        for home in list(self._stored):
+        for run, copy in self._idle_copies():
+            self._save_copy(run, copy)
+        for home in self._idle_homes():
             self._save_home(home)
         while self._views:
             self._make_room()
@@ -330,7 +328,7 @@ class Cells:
         They have the order of their slots, so that the order of documents in a prompt changes nothing.
         """
         runs = sorted(wanted)
-        parts = [parse(relabelled(state, run.label)) for run, state in zip(runs, self._shifted(runs), strict=True)]
+        parts = [parse(state) for state in self._shifted(runs)]
         num_cells = sum(run.num_tokens for run in runs)
         view = SequenceView(self._load(pack(joined(parts)), num_cells), wanted, num_copied=num_cells)
         self._taken.append(view)
@@ -416,19 +414,19 @@ class Cells:
         for run, state in zip(runs, self._shifted(runs), strict=True):
             while self._num_moved + run.num_tokens > self._max_moved:
                 self._drop_moved(self._unused_moved())
-            sequence = self._load(relabelled(state, run.label) if run.label else state, run.num_tokens)
+            sequence = self._load(state, run.num_tokens)
             self._moved[run] = MovedCopy(run.num_tokens, sequence, read_at=self._num_rows)
             self._num_moved += run.num_tokens
 
     def _shifted(self, runs: Sequence[SlotRun]) -> list[bytes]:
-        """Saved cells of runs, each moved by its distance."""
+        """Saved cells of runs, each moved by its distance and with its label."""
         found = [self._gathered(run) for run in runs]
         moved = [number for number, run in enumerate(runs) if run.distance]
         if moved:
             states = self.memory.shifted([(found[number], runs[number].distance) for number in moved])
             for number, state in zip(moved, states, strict=True):
                 found[number] = state
-        return found
+        return [relabelled(state, run.label) if run.label else state for run, state in zip(runs, found, strict=True)]
 
     def _gathered(self, run: SlotRun) -> bytes:
         """Saved cells of a run, where they were computed."""
@@ -479,8 +477,19 @@ class Cells:
         del self._stored[home]
         self._num_cells -= home.num_cells
 
-    def _held_homes(self) -> set[Home | None]:
-        return {home for view in self._taken for home in (*view.homes, view.home)}
+    def _idle_homes(self) -> list[Home]:
+        """Homes with a sequence that no taken view shows or writes to, the least recently used first."""
+        held = {home for view in self._taken for home in (*view.homes, view.home)}
+        return [home for home in self._stored if home not in held]
+
+    def _idle_copies(self) -> list[tuple[SlotRun, MovedCopy]]:
+        """Moved copies with a sequence that no taken view shows, the least recently used first."""
+        shown = self._shown_runs()
+        return [(run, copy) for run, copy in self._moved.items() if copy.sequence is not None and run not in shown]
+
+    def _copied_views(self) -> list[tuple[SlotRun, ...]]:
+        """What kept views with cells of their own show, the least recently used first."""
+        return [runs for runs, view in self._views.items() if view.num_copied]
 
     def _shown_runs(self) -> set[SlotRun]:
         return {run for view in self._taken for run in view.runs}
@@ -489,10 +498,7 @@ class Cells:
         """Drops kept copies, and moves what was not read for longest to host memory, until so many cells are free."""
         if self._num_cells + num_cells <= self._max_cells:
             return
-        views = [runs for runs, view in self._views.items() if view.num_copied]
-        held, shown = self._held_homes(), self._shown_runs()
-        copies = [(run, copy) for run, copy in self._moved.items() if copy.sequence is not None and run not in shown]
-        homes = [home for home in self._stored if home not in held]
+        views, homes, copies = self._copied_views(), self._idle_homes(), self._idle_copies()
         while self._num_cells + num_cells > self._max_cells:
             if views:
                 self._forget(self._views.pop(views.pop(0)))
@@ -513,17 +519,12 @@ class Cells:
         """Frees a sequence."""
         if self._views:
             self._forget(self._views.popitem(last=False)[1])
-            return
-        shown, held = self._shown_runs(), self._held_homes()
-        for run, copy in self._moved.items():
-            if copy.sequence is not None and run not in shown:
-                self._save_copy(run, copy)
-                return
-        for home in self._stored:
-            if home not in held:
-                self._save_home(home)
-                return
-        raise NoRoom
+        elif copies := self._idle_copies():
+            self._save_copy(*copies[0])
+        elif homes := self._idle_homes():
+            self._save_home(homes[0])
+        else:
+            raise NoRoom
 
     def _forget(self, view: SequenceView) -> None:
         self._drop_sequence(view.sequence)

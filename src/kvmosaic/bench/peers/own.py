@@ -11,7 +11,6 @@ from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.chunk_cache import AUTO_SIZE
 from kvmosaic.llm import LLM
-from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestOutput, SamplingParams
 
@@ -24,7 +23,7 @@ class OwnPeer:
     ) -> None:
         self.is_ours = enable_chunk_cache
         self.name = "kvmosaic" if enable_chunk_cache else "kvmosaic, chunk cache off"
-        self.dtype = number_format(model)
+        self.dtype = model.weight_type
         self.process_id = os.getpid()
         self.llm = LLM(
             model,
@@ -55,11 +54,6 @@ class OwnPeer:
         statistics = self.llm.get_chunk_cache_stats()
         bytes_per_block = self.llm.model.bytes_per_token() * self.llm.chunk_cache_config.block_size
         return (statistics.used_blocks + statistics.request_used_blocks) * bytes_per_block
-
-
-def number_format(model: AnyModel) -> str:
-    """Of its weights: a dtype, or a type of GGUF files."""
-    return str(model.dtype).removeprefix("torch.") if isinstance(model, LoadedModel) else model.weight_type
 
 
 def _reading(output: RequestOutput, begin: float) -> RequestTimes:
