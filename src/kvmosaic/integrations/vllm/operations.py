@@ -47,6 +47,39 @@ class ShiftedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentRead:
+    """A run of a document's tokens that a request reads where they are stored.
+
+        blocks    │ s s s s │ s a a a │ a a a . │      start = 5, num_tokens = 6
+
+    Its first token was computed at `position`. A reader sees it `distance` positions further on.
+    """
+
+    first_reader: int
+    """The request's own tokens from this index on see it."""
+    blocks: tuple[int, ...]
+    start: int
+    num_tokens: int
+    position: int
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceRequest:
+    """A request that vLLM knows without its documents: its own tokens, and the documents that they read in place.
+
+        the prompt          s s s │ a a a a │ b b b b b │ q q q
+        own tokens, index   0 1 2                         3 4 5       shifts: (3, 9): from index 3 on, 9 positions later
+    """
+
+    blocks: tuple[int, ...]
+    """Blocks of its own tokens."""
+    shifts: tuple[tuple[int, int], ...]
+    """(index, shift), ascending: from this own token on, a position is its index plus `shift`; before: its index."""
+    reads: tuple[DocumentRead, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRun:
     """A run of tokens as an entry of the tiers: its full identity, and what its entry must match.
 
@@ -111,6 +144,7 @@ class Operations:
     moves: list[Move] = field(default_factory=list)
     repairs: list[RepairedRun] = field(default_factory=list)
     shifts: list[ShiftedTokens] = field(default_factory=list)
+    in_place: list[InPlaceRequest] = field(default_factory=list)
     fetches: list[RunFetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -120,7 +154,7 @@ class Operations:
     """Compute the fingerprint of the weights again, and report it with this number."""
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.repairs or self.shifts or self.uses_tiers)
+        return bool(self.moves or self.repairs or self.shifts or self.in_place or self.uses_tiers)
 
     @property
     def uses_tiers(self) -> bool:
@@ -156,5 +190,7 @@ class WorkerFacts:
     """Why chunks cannot be moved on this worker; empty: they can."""
     can_repair: bool = False
     can_shift: bool = False
+    can_read_in_place: bool = False
+    """Its attention reads documents where they are stored."""
     fingerprint: str = ""
     """The fingerprint of this worker's weights; empty: unknown."""

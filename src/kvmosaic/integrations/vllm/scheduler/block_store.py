@@ -12,13 +12,15 @@ KV_GROUP = 0
 class BlockStore:
     """Finds cached blocks, and holds references to the blocks that this step's moves read.
 
-    A reference raises a block's ref count, as a request does. It is acquired while a step is being scheduled and
-    released when that step is complete: later steps write into the block only after this step's moves.
+    A reference raises a block's ref count, as a request does. For moves it is acquired while a step is being scheduled
+    and released when that step is complete: later steps write into the block only after this step's moves. What is read
+    in place is pinned as long as its reader runs.
     """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._held: list[Any] = []
+        self._pinned: dict[str, list[Any]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -58,6 +60,22 @@ class BlockStore:
         if self._held:
             held, self._held = self._held, []
             self._pool.free_blocks(reversed(held))
+
+    def pin(self, request_id: str, blocks: Iterable[Any]) -> None:
+        """Raises the ref counts of blocks that a request reads in every step, until `unpin`."""
+        assert request_id not in self._pinned
+        self._pinned[request_id] = blocks = list(blocks)
+        self._pool.touch(blocks)
+
+    def unpin(self, request_id: str) -> None:
+        """Releases what a request pinned, if anything."""
+        if blocks := self._pinned.pop(request_id, None):
+            self._pool.free_blocks(reversed(blocks))
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """Requests that pin blocks."""
+        return tuple(self._pinned)
 
 
 class WriteLog:

@@ -13,6 +13,7 @@ from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece, first_private_block
+from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
 from kvmosaic.integrations.vllm.scheduler.trouble import Bypass
 from kvmosaic.layout import Layout
@@ -59,6 +60,10 @@ class ComposedRequest:
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
     moves: list[Move] = field(default_factory=list)
     repairs: list[RepairedRun] = field(default_factory=list)
+    in_place: InPlacePlan | None = None
+    """How it reads its documents where they are stored; None: it gets copies of them."""
+    whole_prompt: list[int] = field(default_factory=list)
+    """Token ids with the documents, if it reads them in place: its own are the others."""
     num_cached: int = 0
     """Prefix cache hits of the prompt when the request arrived; for a bypass, when it was scheduled."""
     is_told: bool = False
@@ -67,7 +72,7 @@ class ComposedRequest:
     @property
     def position_shift(self) -> int:
         """How many positions before its index a token of the question or the answer is."""
-        return 0 if self.bypass else self.composition.end - self.layout.last.start
+        return 0 if self.bypass or self.in_place else self.composition.end - self.layout.last.start
 
 
 def report_of(composed: ComposedRequest, max_positions: int | None = None) -> ComposedReport:
@@ -82,11 +87,15 @@ def report_of(composed: ComposedRequest, max_positions: int | None = None) -> Co
         return ComposedReport(layout, repair, prefix_tokens=composed.num_cached, bypass=composed.bypass.reason)
     outcomes, rest = [], None
     seen: set[int] = set()
-    for piece in composed.pieces:
-        span = layout.spans[piece.span]
-        if span.is_text:
+    pieces = {piece.span: piece for piece in composed.pieces}
+    for index, span in enumerate(layout.spans[:-1]):
+        piece = pieces.get(index)
+        if span.is_text and piece is not None:
             rest = _outcome(composed, piece.prompt)
         elif span.segment.kind == "chunk":
+            if piece is None:  # repaired as a whole
+                outcomes.append(ChunkOutcome("computed"))
+                continue
             outcomes.append(ChunkOutcome("same") if piece.prompt in seen else _outcome(composed, piece.prompt))
             seen.add(piece.prompt)
     return ComposedReport(

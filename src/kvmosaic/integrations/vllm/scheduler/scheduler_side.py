@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.request import RequestStatus
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
@@ -17,11 +18,18 @@ from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStor
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, recomputed_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
+from kvmosaic.integrations.vllm.scheduler.in_place import (
+    InPlacePlan,
+    OwnTokensHasher,
+    hide_documents,
+    show_documents,
+)
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
     default_repair,
     engine_trouble,
+    reads_in_place,
     request_trouble,
     workers_trouble,
 )
@@ -124,11 +132,11 @@ class SchedulerSide:
         self._requests[request.request_id] = composed
         composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
         if composed.bypass is None:
-            self._take_apart(composed)
+            self._take_apart(composed, in_place=reads_in_place(request, composition, layout, self._facts))
         if composed.bypass is not None:
             self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
         else:
-            self._rehash(composed, ComposedHasher(composition, layout, self._block_size, self._digest))
+            self._rehash(composed, self._hasher(composed))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             self._look(composed, range(len(composed.pieces)), self._step - 1)
             self._record_sighting(composed, composed.num_cached, self._step - 1)
@@ -145,6 +153,7 @@ class SchedulerSide:
         if composed is None:
             return None
         self._end_retry(composed)
+        self.store.unpin(request.request_id)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
         return {FIELD: report_of(composed, trained_positions(self._config.model_config)).to_json()}
@@ -157,10 +166,16 @@ class SchedulerSide:
             if loaded is not None:
                 composed.loaded[composed.pieces[pieces[-1]].prompt] = loaded
 
-    def _take_apart(self, composed: ComposedRequest) -> None:
+    def _take_apart(self, composed: ComposedRequest, *, in_place: bool) -> None:
         """Computes pieces and hashes of a request, or the reason why there is no room for them."""
         request, size = composed.request, self._block_size
         composed.prompts, composed.pieces = take_apart(composed.layout, size)
+        num_own = request.num_tokens
+        if in_place:
+            composed.in_place = InPlacePlan.of(composed.layout, composed.pieces, composed.composition.repair)
+            system = [piece for piece in composed.pieces if piece.span == 0 and not piece.start]
+            system = system[: composed.layout.spans[0].segment.kind == "system"]
+            composed.pieces, num_own = (*composed.in_place.pieces, *system), composed.in_place.num_own
         longest = max(len(prompt.token_ids) for prompt in composed.prompts)
         if longest + 1 > self._config.model_config.max_model_len:
             composed.bypass = Bypass(
@@ -169,7 +184,7 @@ class SchedulerSide:
                 f"{self._config.model_config.max_model_len - 1}",
             )
             return
-        needed = sum(len(prompt.token_ids) // size for prompt in composed.prompts) + request.num_tokens // size + 1
+        needed = sum(len(prompt.token_ids) // size for prompt in composed.prompts) + num_own // size + 1
         if needed > self.store.num_blocks:
             composed.bypass = Bypass(
                 "no_room",
@@ -179,6 +194,15 @@ class SchedulerSide:
             return
         built = [self._chunks.build(composed, prompt) for prompt in composed.prompts]
         composed.hashes = tuple(tuple(chunk.block_hashes) for chunk in built)
+        if composed.in_place is not None:
+            composed.whole_prompt = request.prompt_token_ids
+            hide_documents(request, composed.in_place, self._config.model_config.max_model_len)
+
+    def _hasher(self, composed: ComposedRequest) -> Any:
+        if composed.in_place is None:
+            return ComposedHasher(composed.composition, composed.layout, self._block_size, self._digest)
+        marks = composed.in_place.marks([hashes[-1] for hashes in composed.hashes])
+        return OwnTokensHasher(marks, self._block_size, self._digest)
 
     def _rehash(self, composed: ComposedRequest, hasher: Any) -> None:
         request = composed.request
@@ -209,7 +233,7 @@ class SchedulerSide:
         missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
         for number in sorted(missing):
             name = composed.hashes[number][-1]
-            if composed.asked.get(number, 0) >= _MAX_ASKED:
+            if composed.asked.get(number, 0) >= _MAX_ASKED and not (composed.in_place and composed.is_told):
                 reason = f"a document was evicted {_MAX_ASKED} times before the others were there"
                 self._give_up(composed, Bypass("evicted", reason))
                 return
@@ -227,6 +251,9 @@ class SchedulerSide:
     def _give_up(self, composed: ComposedRequest, bypass: Bypass) -> None:
         composed.bypass = bypass
         self._end_retry(composed)
+        if composed.in_place is not None:
+            composed.in_place = None
+            show_documents(composed.request, composed.whole_prompt)
         self._rehash(composed, composed.ordinary_hasher)
         composed.num_cached = 0
         self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
@@ -244,6 +271,8 @@ class SchedulerSide:
         composed = self._requests.get(request.request_id)
         if composed is not None and composed.bypass is not None and not request.num_preemptions:
             composed.num_cached = num_local
+        if composed is not None and composed.in_place is not None:
+            return self._match_in_place(composed, num_local)
         if composed is None or composed.bypass is not None or num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
@@ -262,6 +291,27 @@ class SchedulerSide:
         for _, blocks in composed.planned:
             self.store.acquire(blocks)
         return composed.composition.end - num_local
+
+    def _match_in_place(self, composed: ComposedRequest, num_local: int) -> int | None:
+        """Number of tokens of the system text that this step can move in, if it can read all documents; None: wait."""
+        assert composed.in_place is not None
+        num_read = len(composed.in_place.pieces)
+        needed = [*range(num_read)]
+        needed += [index for index in range(num_read, len(composed.pieces)) if composed.pieces[index].stop > num_local]
+        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
+            return None
+        self._look(composed, needed, self._step)
+        if any(index not in composed.sightings for index in needed):
+            self._ask(composed, needed)
+            return None
+        if any(composed.sightings[index].step >= self._step for index in needed):
+            return None
+        for index in needed:  # until the request is admitted, and pins them
+            self.store.acquire(composed.sightings[index].blocks)
+        if not composed.is_told:
+            composed.num_cached = min(num_local, composed.in_place.runs[0][1])
+        composed.planned = [self._remainder(composed, index, num_local) for index in needed[num_read:]]
+        return sum(piece.stop - piece.start for piece, _ in composed.planned)
 
     def _record_sighting(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
         """Records the blocks of the first `num_local` tokens; returns whether they were found before this step.
@@ -298,6 +348,8 @@ class SchedulerSide:
         if not composed.is_told:
             composed.is_told = True
             self.tally.composed(report_of(composed), request.request_id)
+        if composed.in_place is not None:
+            self._pin(composed, composed.in_place, num_external)
         own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
         if not num_external:
             return
@@ -315,8 +367,24 @@ class SchedulerSide:
                     distance=piece.distance,
                 )
             )
-        composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
+        if composed.in_place is None:
+            composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
         self._admitted.append(request.request_id)
+
+    def _pin(self, composed: ComposedRequest, plan: InPlacePlan, num_external: int) -> None:
+        """Pins the documents of a request that is admitted, and counts them as cached tokens of its prompt."""
+        request = composed.request
+        pieces = range(len(plan.pieces))
+        self.store.unpin(request.request_id)
+        self.store.pin(request.request_id, [block for i in pieces for block in composed.sightings[i].blocks])
+        stats = getattr(request, "prefill_stats", None)
+        if stats is not None and not request.num_preemptions:
+            num_hidden = len(composed.whole_prompt) - plan.num_own
+            stats.set(
+                num_prompt_tokens=len(composed.whole_prompt),
+                num_local_cached_tokens=stats.num_local_cached_tokens + num_hidden,
+                num_external_cached_tokens=num_external,
+            )
 
     def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
@@ -343,6 +411,7 @@ class SchedulerSide:
                 blocks = self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP]
                 first = composed.composition.end // self._block_size
                 done.shifts.append(ShiftedTokens(tuple(blocks[first:]), composed.position_shift))
+        self._read_in_place(done, scheduled)
         if self.tiering is not None:
             self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()
@@ -351,3 +420,16 @@ class SchedulerSide:
         self.tally.chunk_prompts(self._num_asked, len(self._chunks))
         self._num_asked = 0
         return done
+
+    def _read_in_place(self, done: Operations, scheduled: Any) -> None:
+        """Adds the requests of a step that read documents in place; those that were preempted pin nothing."""
+        for request_id in self.store.pinned:
+            composed = self._requests[request_id]
+            if request_id not in scheduled.num_scheduled_tokens:
+                if composed.request.status == RequestStatus.PREEMPTED:
+                    self.store.unpin(request_id)
+                continue
+            assert composed.in_place is not None
+            own = tuple(self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP])
+            held = [composed.sightings[index].blocks for index in range(len(composed.in_place.pieces))]
+            done.in_place.append(composed.in_place.request(own, held, self._block_size))

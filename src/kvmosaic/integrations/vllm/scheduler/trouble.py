@@ -109,3 +109,13 @@ def request_trouble(
             "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
         )
     return None
+
+
+def reads_in_place(request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> bool:
+    """Whether this request reads its documents where they are stored; if not, it gets copies of them."""
+    return (
+        all(fact.can_read_in_place for fact in facts)
+        and request.sampling_params.repetition_penalty == 1.0  # which needs all tokens of the prompt
+        # repaired tokens are computed at other positions than the question sees them at
+        and not (composition.repair and layout.rules.overlaps)
+    )

@@ -11,6 +11,7 @@ from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.extra_forward import Repairer, find_nested
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
@@ -34,6 +35,7 @@ class ComposingWorker:
         self._mover: Mover | None = None
         self._repairer: Repairer | None = None
         self._shift: PositionShift | None = None
+        self._reader: DocumentReader | None = None
         self.tally = ReportCounters()
         self.facts = WorkerFacts(trouble="the KV cache is not there yet")
 
@@ -79,10 +81,13 @@ class ComposingWorker:
         if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
+        self._reader = document_reader(places)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
-        self.facts = WorkerFacts(can_repair=not no_repair, can_shift=not no_shift)
+        self.facts = WorkerFacts(
+            can_repair=not no_repair, can_shift=not no_shift, can_read_in_place=self._reader is not None and not no_shift
+        )
 
     def begin(self, operations: Operations) -> None:
         """Begins a step."""
@@ -108,8 +113,13 @@ class ComposingWorker:
         self._operations = Operations()
         if self._shift is not None:
             self._shift.end()
+        if self._reader is not None:
+            self._reader.end()
 
     def _begin_shifts(self, operations: Operations) -> None:
         if operations.shifts:
             assert self._shift is not None
             self._shift.begin(operations.shifts)
+        if operations.in_place:
+            assert self._reader is not None
+            self._reader.begin(operations.in_place)

@@ -1,0 +1,153 @@
+"""Documents read in place: which tokens of a composed prompt vLLM computes as the request's own, and what they read.
+
+    the prompt    system s s s | document a a a a | text t t | document b b b | question q q
+    own tokens    s s s                             t t                          q q          what vLLM knows of it
+    reads               a, seen from t on ──────────┘          b, seen from q on ┘            where they are stored
+
+Repaired tokens of documents are own tokens, too: they are computed with the request, and read what is before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+
+from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, num_repaired
+from kvmosaic.layout import Layout
+
+_SPACE = "kvmosaic-in-place-1"
+
+
+@dataclass(frozen=True, slots=True)
+class InPlacePlan:
+    """Own tokens of a composed prompt, as runs of the whole prompt, and the pieces of documents that they read."""
+
+    runs: tuple[tuple[int, int], ...]
+    """(start, stop) in the whole prompt."""
+    shifts: tuple[tuple[int, int], ...]
+    """See `InPlaceRequest.shifts`."""
+    pieces: tuple[PromptPiece, ...]
+    first_readers: tuple[int, ...]
+    """By piece: the own tokens from this index on see it."""
+
+    @classmethod
+    def of(cls, layout: Layout, pieces: Sequence[PromptPiece], repair: int) -> InPlacePlan:
+        """The plan of a layout, whose chunks are stored where `pieces` say."""
+        positions, heads = layout.positions(), num_repaired(layout, repair)
+        stored = {piece.span: piece for piece in pieces}
+        runs: list[tuple[int, int]] = []
+        shifts: list[tuple[int, int]] = []
+        read: list[tuple[int, PromptPiece]] = []
+        begin = own = 0
+        for index, span in enumerate(layout.spans):
+            is_chunk = span.segment.kind == "chunk"
+            num_own = min(heads.get(index, 0), span.num_tokens) if is_chunk else span.num_tokens
+            if num_own:
+                shift = positions.get(index, span.start) - own
+                if shift != (shifts[-1][1] if shifts else 0):
+                    shifts.append((own, shift))
+                runs.append((begin, begin + num_own))
+                own += num_own
+            if is_chunk and num_own < span.num_tokens:
+                read.append((own, _without_first(stored[index], num_own)))
+            begin += span.num_tokens
+        return cls(tuple(runs), tuple(shifts), tuple(piece for _, piece in read), tuple(first for first, _ in read))
+
+    @property
+    def num_own(self) -> int:
+        """Number of own tokens."""
+        return sum(stop - start for start, stop in self.runs)
+
+    def own_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """The own tokens among those of the whole prompt."""
+        return list(chain.from_iterable(token_ids[start:stop] for start, stop in self.runs))
+
+    def marks(self, names: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
+        """What the keys and values of own tokens depend on beside tokens: (own index from which on, what).
+
+        Args:
+            names: by chunk prompt, a name of its tokens and of all that it saw.
+        """
+        marks: list[tuple[int, tuple[Any, ...]]] = [(index, ("shift", shift)) for index, shift in self.shifts]
+        for first, piece in zip(self.first_readers, self.pieces, strict=True):
+            run = (piece.offset, piece.stop - piece.start, piece.distance)
+            marks.append((first, ("read", names[piece.prompt], *run)))
+        return marks
+
+    def request(self, own_blocks: tuple[int, ...], held: Sequence[Sequence[Any]], block_size: int) -> InPlaceRequest:
+        """The request of a step.
+
+        Args:
+            own_blocks: blocks of its own tokens.
+            held: by piece, the blocks that hold it.
+            block_size: tokens per block.
+        """
+        reads = tuple(
+            DocumentRead(
+                first,
+                tuple(block.block_id for block in blocks),
+                piece.offset % block_size,
+                piece.stop - piece.start,
+                piece.offset,
+                piece.distance,
+            )
+            for first, piece, blocks in zip(self.first_readers, self.pieces, held, strict=True)
+        )
+        return InPlaceRequest(own_blocks, self.shifts, reads)
+
+
+def _without_first(piece: PromptPiece, number: int) -> PromptPiece:
+    return PromptPiece(
+        piece.start + number, piece.stop, piece.prompt, piece.offset + number, piece.distance, piece.span
+    )
+
+
+class OwnTokensHasher:
+    """Hashes the blocks of own tokens: up to the first that reads a document or is shifted, as vLLM does.
+
+    Later blocks are private: their hashes cover what was read, and where.
+    """
+
+    def __init__(
+        self, marks: Sequence[tuple[int, tuple[Any, ...]]], block_size: int, digest: Callable[[Any], bytes]
+    ) -> None:
+        self._marks, self._block_size, self._digest = marks, block_size, digest
+
+    def __call__(self, request: Any) -> list[BlockHash]:
+        """Computes the missing hashes of full blocks."""
+        hashes: list[BlockHash] = []
+        size = self._block_size
+        before = request.block_hashes[-1] if request.block_hashes else None
+        for block in range(len(request.block_hashes), request.num_tokens // size):
+            start, stop = block * size, (block + 1) * size
+            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+            own = [(index - start, *mark) for index, mark in self._marks if start <= index < stop]
+            if own:
+                extra = (*(extra or ()), _SPACE, *chain.from_iterable(own))
+            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
+            hashes.append(before)
+        return hashes
+
+
+def hide_documents(request: Any, plan: InPlacePlan, max_model_len: int) -> None:
+    """Leaves a request its own tokens; its answer stays as long as the whole prompt leaves room for."""
+    room = max_model_len - request.num_prompt_tokens
+    request.max_tokens = min(request.max_tokens, room)
+    _set_prompt(request, plan.own_tokens(request.prompt_token_ids))
+
+
+def show_documents(request: Any, token_ids: list[int]) -> None:
+    """Gives a request that never ran its whole prompt back."""
+    assert not request.num_output_tokens
+    _set_prompt(request, token_ids)
+
+
+def _set_prompt(request: Any, token_ids: list[int]) -> None:
+    request.prompt_token_ids = token_ids
+    request.num_prompt_tokens = len(token_ids)
+    request._all_token_ids[:] = token_ids

@@ -1,0 +1,1 @@
+"""Attention that reads documents where vLLM's cache stores them: see `step`."""

@@ -1,0 +1,186 @@
+"""Reader of documents in place: the positions of a forward's own tokens, and the attention of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
+from kvmosaic.attention.merge import apply_sinks, merge_partials
+from kvmosaic.attention.native.backend import NativeBackend
+from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
+from kvmosaic.errors import NativeUnavailable
+from kvmosaic.integrations.vllm.operations import InPlaceRequest
+from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, rows_of
+from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.position_shift import step_slots
+from kvmosaic.rope import RotationTables, paired
+
+
+class DocumentReader:
+    """Between `begin` and `end`, forwards of the model read the documents of these requests.
+
+    The model's root gets the positions of own tokens, and `attend` is called by each attention layer.
+    """
+
+    def __init__(self, places: KVLayout) -> None:
+        self._places = places
+        self._by_name = {place.name: place for place in places.layers}
+        self._backend = attention_backend()
+        self._requests: tuple[InPlaceRequest, ...] = ()
+        self._hooks: list[Any] = []
+        self._step: InPlaceStep | None = None
+        self._reader: PlanReader | None = None
+        self._turned: dict[KeyRotation, RotationTables] = {}
+
+    def begin(self, requests: Sequence[InPlaceRequest]) -> None:
+        """Requests of a step. With none, nothing happens."""
+        self.end()
+        if requests:
+            self._requests = tuple(requests)
+            self._hooks.append(self._places.root.register_forward_pre_hook(self._prepare, with_kwargs=True))
+
+    def end(self) -> None:
+        """Ends the step; safe at any time."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._requests = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step = self._reader = None
+        self._turned.clear()
+
+    def _prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = step_slots()
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        if slots is None or positions is None:
+            return None
+        rows = rows_of(self._requests, slots[: len(positions)], positions, self._places.block_size)
+        self._forget()
+        self._step = step = InPlaceStep.of(rows, self._places.block_size)
+        if step is None:
+            return None
+        moved = positions.clone()
+        moved[step.rows] = step.positions.to(moved)
+        if "positions" in kwargs:
+            return args, {**kwargs, "positions": moved}
+        return (args[0], moved, *args[2:]), kwargs
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether rows of the current forward read documents."""
+        return self._step is not None
+
+    def attend(self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, output: Tensor, impl: Any) -> None:
+        """Overwrites the outputs of the rows that read documents.
+
+        Args:
+            layer_name: vLLM's name of the attention layer.
+            query: [T, H, D].
+            key: [T, G, D], stored by now.
+            value: [T, G, Dv].
+            output: [T, H, Dv] of vLLM's kernel, which saw own tokens only.
+            impl: the layer's implementation: its scale, soft cap and sinks.
+        """
+        step = self._step
+        assert step is not None
+        place = self._by_name[layer_name]
+        rows = step.rows
+        stored = place.layout.read(step.slots)
+        assert stored[1] is not None
+        pools = {None: (key[rows], value[rows]), "chunk_cache": (stored[0].to(key.dtype), stored[1].to(value.dtype))}
+        result, lse = self._attend(place, query[rows], pools, float(impl.scale), float(impl.logits_soft_cap or 0) or None)
+        if impl.sinks is not None:
+            result = apply_sinks(result, lse, impl.sinks)
+        output[rows] = result.to(output.dtype)
+
+    def _attend(
+        self, place: LayerPlace, query: Tensor, pools: dict[Any, Any], scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """All reads of a layer: at once by our C extension where it can, or one by one, merged by log-sum-exp."""
+        assert self._step is not None
+        plan = self._step.plan
+        if isinstance(self._backend, LayerBackend):
+            if self._reader is None:
+                self._reader = self._backend.plan_reader(plan)
+            tables = self._tables(place.rotation, query.shape[2]) if plan.is_moved else None
+            done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
+            if done is not None:
+                return done
+        stacked = query[plan.rows]
+        if plan.is_moved and place.rotation is not None:
+            place.rotation.rotate(stacked, place.rotation.factors(*self._positions()))
+        results = []
+        for call in plan.calls:
+            keys, values = pools[call.pool]
+            run = slice(call.first_slot, call.first_slot + call.num_tokens)
+            results.append(
+                self._backend.attend(
+                    stacked[call.first : call.last],
+                    keys[run],
+                    values[run],
+                    scaling=scaling,
+                    causal=call.causal,
+                    softcap=softcap,
+                )
+            )
+        output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return merge_partials(output, lse, plan.rows, plan.num_rows)
+
+    def _tables(self, rotation: KeyRotation | None, head_dim: int) -> RotationTables | None:
+        if rotation is None:
+            return None
+        if rotation not in self._turned:
+            factors = rotation.factors(*self._positions())
+            self._turned[rotation] = pair_tables(rotation, factors, head_dim)
+        return self._turned[rotation]
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """[R], [R]: positions of the stacked queries, and those that they are turned to."""
+        assert self._step is not None
+        at = self._step.positions[self._step.plan.rows]
+        return at, at - self._step.plan.distances
+
+
+def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:
+    """Factors of R keys as `kvmosaic.attention` takes them: [R, 1, D] each, the pair's sign in the sines."""
+    num_rows = len(factors.cos)
+    cos, sin = torch.ones(num_rows, 1, head_dim), torch.zeros(num_rows, 1, head_dim)
+    partners = torch.arange(head_dim)
+    rotary = slice(rotation.first, rotation.first + rotation.rotary_dim)
+    for table, first, second in ((cos, factors.cos, factors.cos), (sin, -factors.sin, factors.sin)):
+        one, other = paired(table[..., rotary], rotation.layout)
+        one.copy_(first)
+        other.copy_(second)
+    one, other = paired(partners[rotary], rotation.layout)
+    both = one.clone(), other.clone()
+    one.copy_(both[1])
+    other.copy_(both[0])
+    return RotationTables(cos, sin, partners, rotation=None)  # type: ignore[arg-type]
+
+
+def attention_backend() -> AttentionBackend:
+    """Our C extension where it was built, or torch."""
+    try:
+        backend: AttentionBackend = NativeBackend()
+    except NativeUnavailable:
+        backend = TorchBackend()
+    assert isinstance(backend, LayerBackend | TorchBackend)
+    return backend
+
+
+def document_reader(places: KVLayout) -> DocumentReader | None:
+    """The reader of all layers, if all have an attention that reads documents in place; None if not."""
+    implementations = [place.layer.impl for place in places.layers]
+    if not all(hasattr(impl, "reader") for impl in implementations):
+        return None
+    reader = DocumentReader(places)
+    for impl in implementations:
+        impl.reader = reader
+    return reader

@@ -1,0 +1,144 @@
+"""One forward in which requests read documents in place: which rows read what, at which positions.
+
+    rows of the step        r0 r1 r2 (a plain request) │ r3 r4 (own tokens 6 and 7 of a request that reads a and b)
+    their positions         as vLLM says                 moved behind the documents
+    what they read          vLLM's kernel                own tokens 0 to 5, a, b, and each other causally
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention.reads import Piece, ReadPlan, RowGroup, plan_reads
+from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
+from kvmosaic.layers.geometry import FULL
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """The rows of one request in a forward: own tokens `first_index …`."""
+
+    request: InPlaceRequest
+    first_row: int
+    num_rows: int
+    first_index: int
+
+    @property
+    def stop(self) -> int:
+        """Own tokens after this forward."""
+        return self.first_index + self.num_rows
+
+    def position(self, index: int) -> int:
+        """Position of an own token."""
+        number = bisect_right(self.request.shifts, index, key=lambda shift: shift[0])
+        return index + (self.request.shifts[number - 1][1] if number else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceStep:
+    """Reads of one forward, for all layers.
+
+    slots       [S] where the keys lie that its rows read; in this order they are one pool, "chunk_cache"
+    rows        [T] the forward's rows that read in place
+    positions   [T] theirs
+    plan        the calls: rows count from 0 to T
+    """
+
+    slots: Tensor
+    rows: Tensor
+    positions: Tensor
+    plan: ReadPlan
+
+    @classmethod
+    def of(cls, requests: Sequence[OwnRows], block_size: int) -> InPlaceStep | None:
+        """The reads of these requests; None if no row of them reads a document or is shifted."""
+        pool = _Pool(block_size)
+        groups: list[RowGroup] = []
+        rows: list[int] = []
+        positions: list[int] = []
+        for own in requests:
+            request = own.request
+            seen = [(read, pool.place(read.blocks, read.start, read.num_tokens)) for read in request.reads]
+            slot = pool.place(request.blocks, 0, own.stop)
+            borders = {read.first_reader for read in request.reads} | {index for index, _ in request.shifts}
+            inside = sorted(border for border in borders if own.first_index < border < own.stop)
+            for first, last in pairwise([own.first_index, *inside, own.stop]):
+                position = own.position(first)
+                earlier = _runs_of_own(own, first, slot)
+                reads = (*earlier, *(_piece(read, at) for read, at in seen if read.first_reader <= first))
+                groups.append(RowGroup(len(rows), last - first, position, reads))
+                start = own.first_row + first - own.first_index
+                rows += range(start, start + last - first)
+                positions += range(position, position + last - first)
+        if not groups:
+            return None
+        plan = plan_reads(groups, FULL, torch.device("cpu"))
+        return cls(pool.slots(), torch.tensor(rows), torch.tensor(positions), plan)
+
+
+def _piece(read: DocumentRead, slot: int) -> Piece:
+    return Piece("chunk_cache", slot, read.num_tokens, read.position + read.distance, read.distance)
+
+
+def _runs_of_own(own: OwnRows, stop: int, slot: int) -> tuple[Piece, ...]:
+    """The own tokens before `stop`, as a run at every shift."""
+    if not stop:
+        return ()
+    return (Piece("chunk_cache", slot, stop, 0),)
+
+
+class _Pool:
+    """Runs of slots, each once."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._runs: dict[tuple[tuple[int, ...], int, int], int] = {}
+        self._num_slots = 0
+
+    def place(self, blocks: tuple[int, ...], start: int, num_tokens: int) -> int:
+        """Where a run begins in the pool."""
+        run = (blocks, start, num_tokens)
+        if run not in self._runs:
+            self._runs[run] = self._num_slots
+            self._num_slots += num_tokens
+        return self._runs[run]
+
+    def slots(self) -> Tensor:
+        """[S], the slots of all runs."""
+        size = self._block_size
+        parts = []
+        for blocks, start, num_tokens in self._runs:
+            index = torch.arange(start, start + num_tokens)
+            parts.append(torch.tensor(blocks)[index // size] * size + index % size)
+        return torch.cat(parts)
+
+
+def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor, block_size: int) -> list[OwnRows]:
+    """Finds the rows of requests by the slots that a forward writes; an own token's index is its position for vLLM.
+
+    Args:
+        requests: requests of the step.
+        slots: [T] written slots, negative for padding.
+        positions: [T] positions as vLLM counts them.
+        block_size: tokens per block.
+    """
+    owners = {block: number for number, request in enumerate(requests) for block in request.blocks}
+    found: dict[int, OwnRows] = {}
+    indexes = positions.tolist()
+    for row, slot in enumerate(slots.tolist()):
+        number = owners.get(slot // block_size) if slot >= 0 else None
+        if number is None:
+            continue
+        rows = found.get(number)
+        if rows is None:
+            found[number] = OwnRows(requests[number], row, 1, indexes[row])
+        else:
+            assert row == rows.first_row + rows.num_rows, "rows of a request are adjacent"
+            found[number] = replace(rows, num_rows=rows.num_rows + 1)
+    return list(found.values())
