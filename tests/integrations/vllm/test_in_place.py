@@ -1,14 +1,18 @@
-"""Documents read in place: the numbers of copies and of our own engine, and no byte of a document twice."""
+"""Documents read in place: the numbers of our own engine and of copies, and one copy of a document for all."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 from support.vllm.asking import compose, difference, documents
+from support.vllm.in_place import held_by, reads, watch_reads
 from support.vllm.own import own_answer
 
 CLOSE = 1e-4
 SYSTEM, A, B, C, QUESTION = documents(7, 50, 83, 64, 131, 21)
-IN_PLACE = {"KVMOSAIC_DOCUMENT_READS": "in-place"}
+_, *LIBRARY = documents(20, 37, 61, 32, 90, 45, 77, 128, 33, 50)
 
 
 @pytest.fixture(params=["llama", "qwen3", "deepseek"])
@@ -17,25 +21,147 @@ def name(request):
 
 
 @pytest.fixture
-def reading(vllm_engine, name):
+def reading(vllm_engine):
+    """Engines that read in place."""
     from support.vllm.models import ENGINE_OPTIONS
 
-    environment = {**ENGINE_OPTIONS.get(name, {}).get("environment", {}), **IN_PLACE}
-    return vllm_engine(name, environment=environment)
+    def engine(name="llama", **options):
+        environment = {
+            **ENGINE_OPTIONS.get(name, {}).get("environment", {}),
+            **options.pop("environment", {}),
+            "KVMOSAIC_DOCUMENT_READS": "in-place",
+        }
+        made = vllm_engine(name, environment=environment, **options)
+        made.call(watch_reads)
+        return made
+
+    return engine
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
 def test_log_probabilities_are_those_of_our_engine(reading, own_engine, name, strategy):
+    engine = reading(name)
     ask = compose(SYSTEM, [A, B, C], QUESTION, position_strategy=strategy)
     for _ in range(2):
-        theirs = reading.ask(ask)
+        theirs = engine.ask(ask)
         assert theirs.is_composed, theirs.report
         assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+    assert engine.call(reads) == [[len(A), len(B), len(C)]]
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
-def test_without_context_too(reading, own_engine, name, strategy):
-    ask = compose(SYSTEM, [B, A], QUESTION, position_strategy=strategy, chunk_context="none")
-    theirs = reading.ask(ask)
-    assert theirs.is_composed, theirs.report
-    assert difference(theirs, own_answer(own_engine(name, chunk_context="none"), ask)) < CLOSE
+@pytest.mark.parametrize("repair", [0, 5, 70])
+@pytest.mark.parametrize("texts", [(), ([9] * 11, [], [7] * 3, [])], ids=["", "texts"])
+@pytest.mark.parametrize("context", ["system", "none"])
+def test_numbers_are_those_of_copies(reading, vllm_engine, strategy, repair, texts, context):
+    how = {"position_strategy": strategy, "chunk_context": context, "repair": repair}
+    ask = compose(SYSTEM, [C, A, B, A], QUESTION, texts, **how)
+    engine = reading()
+    engine.call(reads)
+    copied, read = vllm_engine("llama").ask(ask), engine.ask(ask)
+    assert copied.is_composed and read.is_composed
+    assert difference(copied, read) < CLOSE
+    assert bool(engine.call(reads)) == (strategy == "sequential" or not repair)
+
+
+def test_parts_of_a_document_are_one_after_the_other(reading, vllm_engine):
+    ask = compose(SYSTEM, [A, B, C], QUESTION, position_strategy="shared", continues=(0, 1, 0))
+    assert difference(vllm_engine("llama").ask(ask), reading().ask(ask)) < CLOSE
+
+
+def crowd(seed, count):
+    """Composed prompts over a few documents, some ordinary ones."""
+    draw = random.Random(seed)
+    asks = []
+    for number in range(count):
+        chosen = draw.sample(LIBRARY, draw.randint(1, 4))
+        (question,) = documents(1000 + number, draw.randint(1, 30))
+        texts = [draw.choice([[], [], LIBRARY[0][:9], [7, number]]) for _ in chosen] if number % 2 else ()
+        how = {"position_strategy": draw.choice(["sequential", "shared"]), "repair": draw.choice([0, 0, 4])}
+        ask = replace(compose(SYSTEM, chosen, question, texts, **how), max_tokens=draw.randint(2, 9))
+        asks.append(ask.plain if number % 7 == 6 else ask)
+    return asks
+
+
+def at_rest(engine):
+    """No request is left, and every block but the null block is free."""
+    state = engine.call("settle")
+    assert not state["referenced"] and not state["requests"], state
+    assert state["free"] == state["num_blocks"] - 1, state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_gpu_blocks_override": 400},
+        {"max_num_batched_tokens": 64},
+        {"num_gpu_blocks_override": 26, "max_model_len": 640},
+    ],
+    ids=["roomy", "cut into steps", "crowded"],
+)
+def test_a_crowd_with_cancels_says_what_each_says_alone(reading, vllm_engine, options):
+    alone, together = vllm_engine("llama"), reading(**options)
+    for seed in (1, 2):
+        asks = crowd(seed, 24)
+        draw = random.Random(seed)
+        at = [draw.randint(0, 12) for _ in asks]
+        abort = [step + draw.randint(0, 5) if index % 4 == 3 else None for index, step in enumerate(at)]
+        answers = together.play(asks, at, abort)
+        at_rest(together)
+        assert all(answer is not None for answer, step in zip(answers, abort, strict=True) if step is None)
+        for ask, answer in zip(asks, answers, strict=True):
+            if answer is not None:
+                expected = alone.ask(ask if ask.composition and answer.is_composed else ask.plain)
+                assert len(answer.tokens) == len(expected.tokens) and difference(answer, expected) < CLOSE
+
+
+def test_preempted_answers_find_their_documents_again(reading, vllm_engine):
+    small = reading(num_gpu_blocks_override=40)
+    small.call("count_preemptions")
+    asks = [
+        replace(compose(SYSTEM, [chunk, LIBRARY[7]], [9 + index], [[index], []]), max_tokens=250)
+        for index, chunk in enumerate(LIBRARY[:6])
+    ]
+    answers = small.play(asks, [0] * 6, [None] * 6)
+    assert small.call("preemptions") > 0, "nothing was preempted, so this test says nothing"
+    at_rest(small)
+    for ask, answer in zip(asks, answers, strict=True):
+        expected = vllm_engine("llama").ask(ask)
+        assert len(answer.tokens) == len(expected.tokens) and difference(answer, expected) < CLOSE
+
+
+def test_eight_requests_hold_their_documents_once(reading, vllm_engine):
+    """Blocks that are referenced while all of them answer, beyond each one's own tokens."""
+    system, *chunks, question = documents(70, 64, 160, 160, 160, 9)
+    draw = random.Random(3)
+    asks = [replace(compose(system, draw.sample(chunks, 3), [*question, number]), max_tokens=8) for number in range(8)]
+    one, eight = (held_by(reading(), asks[:number]) for number in (1, 8))
+    copied = held_by(vllm_engine("llama"), asks)
+    assert eight <= 1.1 * one + 7, "a block each for a question and its answer"
+    assert copied > 2 * eight
+
+
+def test_an_answer_ends_where_that_of_an_ordinary_prompt_would(reading, vllm_engine):
+    (question,) = documents(71, 1000 - len(SYSTEM) - len(A) - len(B))
+    ask = replace(compose(SYSTEM, [A, B], question), max_tokens=100)
+    found, expected = reading().ask(ask), vllm_engine("llama").ask(ask)
+    assert len(found.tokens) == len(expected.tokens) == 24
+    assert difference(found, expected) < CLOSE
+
+
+def test_tokens_are_counted_with_the_documents(reading, vllm_engine):
+    ask = compose(SYSTEM, [B, C], QUESTION)
+    for engine in (reading(), vllm_engine("llama")):
+        engine.ask(ask)
+        answer = engine.ask(compose(SYSTEM, [C, B], QUESTION))
+        assert answer.num_cached_tokens == len(SYSTEM) + len(B) + len(C)
+        assert answer.report["totals"]["prompt_tokens"] == len(ask.token_ids)
+
+
+def test_what_needs_every_token_of_the_prompt_gets_copies(reading, vllm_engine):
+    ask = replace(compose(SYSTEM, [A, B], QUESTION), repetition_penalty=1.3)
+    engine = reading()
+    engine.call(reads)
+    found = engine.ask(ask)
+    assert found.is_composed and not engine.call(reads)
+    assert difference(found, vllm_engine("llama").ask(ask)) < CLOSE

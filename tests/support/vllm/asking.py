@@ -25,6 +25,7 @@ class Ask:
     seed: int | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    repetition_penalty: float = 1.0
 
     def to_json(self, **fields: Any) -> dict[str, Any]:
         """As `inside.answer` reads it."""

@@ -54,14 +54,14 @@ def serve(model: str, options: dict[str, Any], end: socket.socket) -> None:
             reply(error=traceback.format_exc())
 
 
-def _prompt(ask: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def prompt_and_params(ask: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Prompt and sampling parameters as vLLM wants them."""
     from vllm import SamplingParams
 
     prompt: dict[str, Any] = {"prompt_token_ids": list(ask["token_ids"])}
     if ask["cache_salt"] is not None:
         prompt["cache_salt"] = ask["cache_salt"]
-    names = ("max_tokens", "logprobs", "n", "temperature", "seed", "prompt_logprobs")
+    names = ("max_tokens", "logprobs", "n", "temperature", "seed", "prompt_logprobs", "repetition_penalty")
     params = SamplingParams(**{name: ask[name] for name in names}, ignore_eos=True, detokenize=False)
     if ask["kv_transfer_params"] is not None:
         params.extra_args = {"kv_transfer_params": ask["kv_transfer_params"]}
@@ -87,7 +87,7 @@ def _said(output: Any) -> dict[str, Any]:
 
 def answer(engine: Inside, asks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Answers to all of them, asked at once."""
-    prompts, params = zip(*map(_prompt, asks), strict=True)
+    prompts, params = zip(*map(prompt_and_params, asks), strict=True)
     outputs = engine.llm.generate(list(prompts), list(params), use_tqdm=False)
     return [_said(output) for output in outputs]
 
@@ -99,7 +99,7 @@ def play(engine: Inside, asks: list[dict[str, Any]], at: list[int], abort: list[
     for step in range(MAX_STEPS):
         for index, ask in enumerate(asks):
             if at[index] == step:
-                prompt, params = _prompt(ask)
+                prompt, params = prompt_and_params(ask)
                 engine.engine.add_request(names[index], prompt, params)
             if abort[index] == step and index not in ended:
                 engine.engine.abort_request([names[index]])
@@ -168,7 +168,7 @@ def first_layer(engine: Inside, ask: dict[str, Any]) -> list[list[float]]:
 
     from kvmosaic.integrations.vllm.worker.layouts import find_layout
 
-    prompt, params = _prompt(ask)
+    prompt, params = prompt_and_params(ask)
     engine.engine.add_request("looked-at", prompt, params)
     while not engine.engine.step():
         pass

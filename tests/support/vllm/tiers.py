@@ -85,7 +85,7 @@ def play_while_hanging(engine: Any, asks: list[dict[str, Any]], plain: int) -> l
     ended: dict[int, Any] = {}
     early: list[int] = []
     for index, ask in enumerate(asks):
-        engine.engine.add_request(f"hanging-{index}", *inside._prompt(ask))
+        engine.engine.add_request(f"hanging-{index}", *inside.prompt_and_params(ask))
     while engine.engine.has_unfinished_requests():
         for output in engine.engine.step():
             if output.finished:

@@ -51,6 +51,13 @@ class DocumentOptions:
     long_chunks: Annotated[str | None, option("long_chunks")] = None
     max_section_tokens: Annotated[int | None, option("max_section_tokens")] = None
     max_chunk_tokens: Annotated[int | None, option("max_chunk_tokens")] = None
+    document_reads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="copy (default): each request gets copies of its documents. in-place (CPU): all read the same ones.",
+        ),
+    ] = None
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
     ] = None

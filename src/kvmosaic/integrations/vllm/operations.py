@@ -68,8 +68,8 @@ class DocumentRead:
 class InPlaceRequest:
     """A request that vLLM knows without its documents: its own tokens, and the documents that they read in place.
 
-        the prompt          s s s │ a a a a │ b b b b b │ q q q
-        own tokens, index   0 1 2                         3 4 5       shifts: (3, 9): from index 3 on, 9 positions later
+    the prompt          s s s │ a a a a │ b b b b b │ q q q
+    own tokens, index   0 1 2                         3 4 5       shifts: (3, 9): from index 3 on, 9 positions later
     """
 
     blocks: tuple[int, ...]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 
+from kvmosaic.integrations.vllm.document_reads import document_reads
+
 NAME = "kvmosaic"
 """The connector's name in `--kv-transfer-config`."""
-
-READS_VARIABLE = "KVMOSAIC_DOCUMENT_READS"
-"""Environment variable: "in-place" or "copy" (default)."""
+CPU_BACKEND = "kvmosaic.integrations.vllm.worker.in_place.cpu_backend.InPlaceCpuBackend"
+"""Registered under the name of vLLM's own, which it extends."""
 
 
 def register() -> None:
-    """Registers the connector with vLLM; imports nothing until a configuration names it. Safe to call again."""
+    """Registers the connector with vLLM; imports nothing until a configuration names it. Safe to call again.
+
+    Where documents are read in place, vLLM's attention for CPUs is replaced by one that also does that.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvmosaic.integrations.vllm.connector", "ComposingConnector")
-    if os.environ.get(READS_VARIABLE) == "in-place":
+    if document_reads(os.environ) == "in-place":
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        ours = "kvmosaic.integrations.vllm.worker.in_place.cpu_backend.InPlaceCpuBackend"
-        register_backend(AttentionBackendEnum.CPU_ATTN, ours)
+        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)

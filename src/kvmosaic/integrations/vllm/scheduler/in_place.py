@@ -32,8 +32,9 @@ class InPlacePlan:
     shifts: tuple[tuple[int, int], ...]
     """See `InPlaceRequest.shifts`."""
     pieces: tuple[PromptPiece, ...]
+    """Pieces of documents; last, if it is stored, the system text, of which the end is moved into its own blocks."""
     first_readers: tuple[int, ...]
-    """By piece: the own tokens from this index on see it."""
+    """By piece of a document: the own tokens from this index on see it."""
 
     @classmethod
     def of(cls, layout: Layout, pieces: Sequence[PromptPiece], repair: int) -> InPlacePlan:
@@ -56,7 +57,19 @@ class InPlacePlan:
             if is_chunk and num_own < span.num_tokens:
                 read.append((own, _without_first(stored[index], num_own)))
             begin += span.num_tokens
-        return cls(tuple(runs), tuple(shifts), tuple(piece for _, piece in read), tuple(first for first, _ in read))
+        system = [stored[0]] if 0 in stored and layout.spans[0].segment.kind == "system" else []
+        read_pieces = (*(piece for _, piece in read), *system)
+        return cls(tuple(runs), tuple(shifts), read_pieces, tuple(first for first, _ in read))
+
+    @property
+    def num_read(self) -> int:
+        """Number of pieces that are read in place: the first ones."""
+        return len(self.first_readers)
+
+    @property
+    def num_before_documents(self) -> int:
+        """Number of own tokens before the first that sees a document."""
+        return min(self.first_readers, default=self.num_own)
 
     @property
     def num_own(self) -> int:
@@ -74,7 +87,7 @@ class InPlacePlan:
             names: by chunk prompt, a name of its tokens and of all that it saw.
         """
         marks: list[tuple[int, tuple[Any, ...]]] = [(index, ("shift", shift)) for index, shift in self.shifts]
-        for first, piece in zip(self.first_readers, self.pieces, strict=True):
+        for first, piece in zip(self.first_readers, self.pieces, strict=False):
             run = (piece.offset, piece.stop - piece.start, piece.distance)
             marks.append((first, ("read", names[piece.prompt], *run)))
         return marks
@@ -96,7 +109,7 @@ class InPlacePlan:
                 piece.offset,
                 piece.distance,
             )
-            for first, piece, blocks in zip(self.first_readers, self.pieces, held, strict=True)
+            for first, piece, blocks in zip(self.first_readers, self.pieces, held, strict=False)
         )
         return InPlaceRequest(own_blocks, self.shifts, reads)
 

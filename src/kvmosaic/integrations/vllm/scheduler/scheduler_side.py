@@ -138,6 +138,8 @@ class SchedulerSide:
         else:
             self._rehash(composed, self._hasher(composed))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
+            if composed.in_place is not None:  # own tokens are counted like the prompt's up to the first document
+                composed.num_cached = min(composed.num_cached, composed.in_place.num_before_documents)
             self._look(composed, range(len(composed.pieces)), self._step - 1)
             self._record_sighting(composed, composed.num_cached, self._step - 1)
             self._ask(composed, range(len(composed.pieces)))
@@ -171,11 +173,10 @@ class SchedulerSide:
         request, size = composed.request, self._block_size
         composed.prompts, composed.pieces = take_apart(composed.layout, size)
         num_own = request.num_tokens
+        plan = None
         if in_place:
-            composed.in_place = InPlacePlan.of(composed.layout, composed.pieces, composed.composition.repair)
-            system = [piece for piece in composed.pieces if piece.span == 0 and not piece.start]
-            system = system[: composed.layout.spans[0].segment.kind == "system"]
-            composed.pieces, num_own = (*composed.in_place.pieces, *system), composed.in_place.num_own
+            plan = InPlacePlan.of(composed.layout, composed.pieces, composed.composition.repair)
+            composed.pieces, num_own = plan.pieces, plan.num_own
         longest = max(len(prompt.token_ids) for prompt in composed.prompts)
         if longest + 1 > self._config.model_config.max_model_len:
             composed.bypass = Bypass(
@@ -194,9 +195,9 @@ class SchedulerSide:
             return
         built = [self._chunks.build(composed, prompt) for prompt in composed.prompts]
         composed.hashes = tuple(tuple(chunk.block_hashes) for chunk in built)
-        if composed.in_place is not None:
-            composed.whole_prompt = request.prompt_token_ids
-            hide_documents(request, composed.in_place, self._config.model_config.max_model_len)
+        if plan is not None:
+            composed.in_place, composed.whole_prompt = plan, request.prompt_token_ids
+            hide_documents(request, plan, self._config.model_config.max_model_len)
 
     def _hasher(self, composed: ComposedRequest) -> Any:
         if composed.in_place is None:
@@ -295,7 +296,7 @@ class SchedulerSide:
     def _match_in_place(self, composed: ComposedRequest, num_local: int) -> int | None:
         """Number of tokens of the system text that this step can move in, if it can read all documents; None: wait."""
         assert composed.in_place is not None
-        num_read = len(composed.in_place.pieces)
+        num_read = composed.in_place.num_read
         needed = [*range(num_read)]
         needed += [index for index in range(num_read, len(composed.pieces)) if composed.pieces[index].stop > num_local]
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
@@ -308,8 +309,6 @@ class SchedulerSide:
             return None
         for index in needed:  # until the request is admitted, and pins them
             self.store.acquire(composed.sightings[index].blocks)
-        if not composed.is_told:
-            composed.num_cached = min(num_local, composed.in_place.runs[0][1])
         composed.planned = [self._remainder(composed, index, num_local) for index in needed[num_read:]]
         return sum(piece.stop - piece.start for piece, _ in composed.planned)
 
@@ -374,7 +373,7 @@ class SchedulerSide:
     def _pin(self, composed: ComposedRequest, plan: InPlacePlan, num_external: int) -> None:
         """Pins the documents of a request that is admitted, and counts them as cached tokens of its prompt."""
         request = composed.request
-        pieces = range(len(plan.pieces))
+        pieces = range(plan.num_read)
         self.store.unpin(request.request_id)
         self.store.pin(request.request_id, [block for i in pieces for block in composed.sightings[i].blocks])
         stats = getattr(request, "prefill_stats", None)
@@ -431,5 +430,5 @@ class SchedulerSide:
                 continue
             assert composed.in_place is not None
             own = tuple(self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP])
-            held = [composed.sightings[index].blocks for index in range(len(composed.in_place.pieces))]
+            held = [composed.sightings[index].blocks for index in range(composed.in_place.num_read)]
             done.in_place.append(composed.in_place.request(own, held, self._block_size))

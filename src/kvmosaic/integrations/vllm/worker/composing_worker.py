@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
 from kvmosaic.errors import KVMosaicError
+from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.extra_forward import Repairer, find_nested
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader
+from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
@@ -81,13 +84,31 @@ class ComposingWorker:
         if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
-        self._reader = document_reader(places)
+        no_reading = self._find_reader(places, no_shift)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
         self.facts = WorkerFacts(
-            can_repair=not no_repair, can_shift=not no_shift, can_read_in_place=self._reader is not None and not no_shift
+            can_repair=not no_repair, can_shift=not no_shift, can_read_in_place=self._reader is not None
         )
+        if no_reading:
+            _log.warning("kvmosaic: documents are copied into requests, not read in place: %s", no_reading)
+
+    def _find_reader(self, places: KVLayout, no_shift: str) -> str:
+        """Finds the reader of documents in place if they are to be read so; returns why there is none."""
+        if document_reads(os.environ) == "copy":
+            return ""
+        if no_shift:
+            return f"positions cannot be shifted: {no_shift}"
+        if position_shift.captures_graphs(self._config):
+            return "captured graphs read positions of their own"
+        reader = document_reader(places)
+        if isinstance(reader, str):
+            return reader
+        if trouble := check_reading(places, reader):
+            return trouble
+        self._reader = reader
+        return ""
 
     def begin(self, operations: Operations) -> None:
         """Begins a step."""

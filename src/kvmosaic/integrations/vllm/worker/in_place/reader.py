@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,16 @@ class DocumentReader:
         self._step = self._reader = None
         self._turned.clear()
 
+    @contextmanager
+    def trying(self, step: InPlaceStep) -> Iterator[None]:
+        """Context in which `attend` reads what a given step says."""
+        self._forget()
+        self._step = step
+        try:
+            yield
+        finally:
+            self._forget()
+
     def _prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = step_slots()
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
@@ -95,7 +106,9 @@ class DocumentReader:
         stored = place.layout.read(step.slots)
         assert stored[1] is not None
         pools = {None: (key[rows], value[rows]), "chunk_cache": (stored[0].to(key.dtype), stored[1].to(value.dtype))}
-        result, lse = self._attend(place, query[rows], pools, float(impl.scale), float(impl.logits_soft_cap or 0) or None)
+        result, lse = self._attend(
+            place, query[rows], pools, float(impl.scale), float(impl.logits_soft_cap or 0) or None
+        )
         if impl.sinks is not None:
             result = apply_sinks(result, lse, impl.sinks)
         output[rows] = result.to(output.dtype)
@@ -175,11 +188,13 @@ def attention_backend() -> AttentionBackend:
     return backend
 
 
-def document_reader(places: KVLayout) -> DocumentReader | None:
-    """The reader of all layers, if all have an attention that reads documents in place; None if not."""
+def document_reader(places: KVLayout) -> DocumentReader | str:
+    """The reader of all layers, or why there is none."""
+    if any(place.layout.is_latent for place in places.layers):
+        return "a latent cache is not read in place"
     implementations = [place.layer.impl for place in places.layers]
     if not all(hasattr(impl, "reader") for impl in implementations):
-        return None
+        return f"the attention {type(implementations[0]).__name__} reads no documents"
     reader = DocumentReader(places)
     for impl in implementations:
         impl.reader = reader

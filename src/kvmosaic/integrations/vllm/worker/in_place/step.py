@@ -1,15 +1,15 @@
 """One forward in which requests read documents in place: which rows read what, at which positions.
 
-    rows of the step        r0 r1 r2 (a plain request) │ r3 r4 (own tokens 6 and 7 of a request that reads a and b)
-    their positions         as vLLM says                 moved behind the documents
-    what they read          vLLM's kernel                own tokens 0 to 5, a, b, and each other causally
+rows of the step        r0 r1 r2 (a plain request) │ r3 r4 (own tokens 6 and 7 of a request that reads a and b)
+their positions         as vLLM says                 moved behind the documents
+what they read          vLLM's kernel                own tokens 0 to 5, a, b, and each other causally
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -70,7 +70,7 @@ class InPlaceStep:
             inside = sorted(border for border in borders if own.first_index < border < own.stop)
             for first, last in pairwise([own.first_index, *inside, own.stop]):
                 position = own.position(first)
-                earlier = _runs_of_own(own, first, slot)
+                earlier = [Piece("chunk_cache", slot, first, 0)] if first else []
                 reads = (*earlier, *(_piece(read, at) for read, at in seen if read.first_reader <= first))
                 groups.append(RowGroup(len(rows), last - first, position, reads))
                 start = own.first_row + first - own.first_index
@@ -84,13 +84,6 @@ class InPlaceStep:
 
 def _piece(read: DocumentRead, slot: int) -> Piece:
     return Piece("chunk_cache", slot, read.num_tokens, read.position + read.distance, read.distance)
-
-
-def _runs_of_own(own: OwnRows, stop: int, slot: int) -> tuple[Piece, ...]:
-    """The own tokens before `stop`, as a run at every shift."""
-    if not stop:
-        return ()
-    return (Piece("chunk_cache", slot, stop, 0),)
 
 
 class _Pool:
@@ -120,7 +113,7 @@ class _Pool:
 
 
 def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor, block_size: int) -> list[OwnRows]:
-    """Finds the rows of requests by the slots that a forward writes; an own token's index is its position for vLLM.
+    """Finds the rows of requests by the blocks that a forward writes; an own token's index is its position for vLLM.
 
     Args:
         requests: requests of the step.
@@ -129,16 +122,14 @@ def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor
         block_size: tokens per block.
     """
     owners = {block: number for number, request in enumerate(requests) for block in request.blocks}
-    found: dict[int, OwnRows] = {}
-    indexes = positions.tolist()
-    for row, slot in enumerate(slots.tolist()):
-        number = owners.get(slot // block_size) if slot >= 0 else None
-        if number is None:
-            continue
-        rows = found.get(number)
-        if rows is None:
-            found[number] = OwnRows(requests[number], row, 1, indexes[row])
-        else:
-            assert row == rows.first_row + rows.num_rows, "rows of a request are adjacent"
-            found[number] = replace(rows, num_rows=rows.num_rows + 1)
-    return list(found.values())
+    blocks = slots.div(block_size, rounding_mode="floor")
+    of_block = torch.full((int(max(blocks.max(), max(owners))) + 1,), -1)
+    of_block[torch.tensor(list(owners))] = torch.tensor(list(owners.values()))
+    numbers, counts = torch.where(blocks < 0, -1, of_block[blocks.clamp(min=0)]).unique_consecutive(return_counts=True)
+    found, row = [], 0
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        if number >= 0:
+            found.append(OwnRows(requests[number], row, count, int(positions[row])))
+        row += count
+    assert len({id(own.request) for own in found}) == len(found), "rows of a request are adjacent"
+    return found

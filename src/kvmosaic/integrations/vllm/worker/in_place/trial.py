@@ -1,0 +1,123 @@
+"""Check at start: what rows read in place is what they would read of keys that were moved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader
+from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
+from kvmosaic.integrations.vllm.worker.key_rotation import arithmetic
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+
+NUM_BEFORE, NUM_ROWS, NUM_TOKENS = 5, 3, 11
+"""Own tokens before the rows of the trial, its rows, and tokens of each of its two documents."""
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Largest error, in multiples of the outputs' deviation."""
+
+
+@torch.inference_mode()
+def check_reading(places: KVLayout, reader: DocumentReader) -> str:
+    """Why documents cannot be read in place; empty: they can.
+
+    Runs before any request is served, on the numbers of random keys, values and queries. It zeroes the blocks it used.
+    """
+    size = places.block_size
+    per_run = -(-(size // 2 + NUM_TOKENS) // size)
+    if places.num_blocks < 2 + 2 * per_run:
+        return (
+            f"a cache of {places.num_blocks} blocks has no room for the check at start, which takes {2 + 2 * per_run}"
+        )
+    documents = [tuple(range(2 + number * per_run, 2 + (number + 1) * per_run)) for number in (0, 1)]
+    reads = (
+        DocumentRead(NUM_BEFORE, documents[0], 0, NUM_TOKENS, position=NUM_BEFORE, distance=0),
+        DocumentRead(NUM_BEFORE + 1, documents[1], size // 2, NUM_TOKENS, position=NUM_BEFORE, distance=NUM_TOKENS),
+    )
+    request = InPlaceRequest((1,), ((NUM_BEFORE, 2 * NUM_TOKENS),), reads)
+    rows = [OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)]
+    try:
+        step = InPlaceStep.of(rows, size)
+        assert step is not None
+        found = next((fault for place in places.layers if (fault := _fault(places, reader, place, step, request))), "")
+        _clear(places, [1, *documents[0], *documents[1]])
+    except Exception as error:  # vLLM must start, with copies, whatever its parts raise
+        return f"the check of reading failed: {type(error).__name__}: {error}"[:400]
+    return found
+
+
+def _fault(
+    places: KVLayout, reader: DocumentReader, place: LayerPlace, step: InPlaceStep, request: InPlaceRequest
+) -> str:
+    """Why a layer does not read what it should; empty: it does."""
+    layer, impl = place.layer, place.layer.impl
+    if getattr(impl, "alibi_slopes", None) is not None or (getattr(impl, "sliding_window", -1) or -1) >= 0:
+        return f"{place.name} has a bias or a window"
+    generator = torch.Generator().manual_seed(0)
+    dtype = places_dtype(place)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    heads, keys_heads, key_size = int(layer.num_heads), int(layer.num_kv_heads), place.layout.key_size
+    value_size = int(getattr(layer, "head_size_v", None) or key_size)
+    query = drawn(NUM_ROWS, heads, key_size)
+    total = NUM_BEFORE + NUM_ROWS + 2 * NUM_TOKENS
+    keys, values = drawn(total, keys_heads, key_size), drawn(total, keys_heads, value_size)
+    slots = [places.slots((1,), 0, NUM_BEFORE + NUM_ROWS)]
+    slots += [places.slots(read.blocks, read.start, read.num_tokens) for read in request.reads]
+    place.layout.write(torch.cat(slots), keys, values)
+    own = slice(NUM_BEFORE, NUM_BEFORE + NUM_ROWS)
+    output = torch.zeros(NUM_ROWS, heads, value_size, dtype=dtype)
+    with reader.trying(step):
+        reader.attend(place.name, query, keys[own], values[own], output, impl)
+    expected = _expected(place, query, keys.double(), values.double(), request)
+    error = float((output.double() - expected).abs().max() / expected.std())
+    limit = _LIMITS[dtype]
+    return "" if error <= limit else f"{place.name}: reading in place differs by {error:.2g} (limit {limit:.2g})"
+
+
+def places_dtype(place: LayerPlace) -> torch.dtype:
+    """Dtype of the layer's queries, keys and values."""
+    found = getattr(place.layer, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, request: InPlaceRequest) -> Tensor:
+    """[rows, H, Dv] in float64: softmax over moved keys, written out."""
+    impl = place.layer.impl
+    moved = keys.clone()
+    first = NUM_BEFORE + NUM_ROWS
+    for read in request.reads:
+        part = moved[first : first + read.num_tokens].float()
+        if place.rotation is not None and read.distance:
+            old = torch.arange(read.position, read.position + read.num_tokens)
+            factors = place.rotation.factors(old, old + read.distance, dtype=arithmetic(torch.float64))
+            part = part.double()
+            place.rotation.rotate(part, factors)
+        moved[first : first + read.num_tokens] = part.double()
+        first += read.num_tokens
+    group = query.shape[1] // keys.shape[1]
+    scores = torch.einsum("rhd,shd->rhs", query.double(), moved.repeat_interleave(group, 1)) * float(impl.scale)
+    if cap := float(getattr(impl, "logits_soft_cap", 0) or 0):
+        scores = torch.tanh(scores / cap) * cap
+    for row in range(NUM_ROWS):
+        index = NUM_BEFORE + row
+        scores[row, :, index + 1 : NUM_BEFORE + NUM_ROWS] = -torch.inf
+        start = NUM_BEFORE + NUM_ROWS
+        for read in request.reads:
+            if index < read.first_reader:
+                scores[row, :, start : start + read.num_tokens] = -torch.inf
+            start += read.num_tokens
+    sinks = getattr(impl, "sinks", None)
+    total = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.double()[None])
+    return torch.einsum("rhs,shd->rhd", torch.exp(scores - total[..., None]), values.repeat_interleave(group, 1))
+
+
+def _clear(places: KVLayout, blocks: list[int]) -> None:
+    slots = places.slots(blocks, 0, len(blocks) * places.block_size)
+    for place in places.layers:
+        keys, values = place.layout.read(slots)
+        place.layout.write(slots, torch.zeros_like(keys), None if values is None else torch.zeros_like(values))
