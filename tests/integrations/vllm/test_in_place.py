@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.vllm.asking import compose, difference, documents
-from support.vllm.in_place import held_by, reads, watch_reads
+from support.vllm.in_place import found_by_check, held_by, reads, watch_reads
 from support.vllm.own import own_answer
 
 CLOSE = 1e-4
@@ -165,3 +165,17 @@ def test_what_needs_every_token_of_the_prompt_gets_copies(reading, vllm_engine):
     found = engine.ask(ask)
     assert found.is_composed and not engine.call(reads)
     assert difference(found, vllm_engine("llama").ask(ask)) < CLOSE
+
+
+@pytest.mark.parametrize("fault", ["turned_the_other_way", "values_smaller", "sharper", "window"])
+def test_the_check_at_start_finds_faults(reading, fault):
+    assert reading().call(found_by_check, fault="") == ""
+    assert reading().call(found_by_check, fault=fault) != ""
+    assert reading().call(found_by_check, fault="") == ""
+
+
+def test_a_setting_that_is_none_is_refused(vllm_model):
+    from support.vllm.forking import ForkedEngine
+
+    with pytest.raises(AssertionError, match="KVMOSAIC_DOCUMENT_READS is 'in_place'; choose 'copy' or 'in-place'"):
+        ForkedEngine(vllm_model("llama"), environment={"KVMOSAIC_DOCUMENT_READS": "in_place"})

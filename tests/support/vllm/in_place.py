@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from support.vllm import faults
 from support.vllm.asking import Ask
 from support.vllm.inside import prompt_and_params
 
@@ -45,3 +47,40 @@ def most_held(engine: Any, asks: list[dict[str, Any]]) -> int:
         engine.engine.step()
         most = max(most, sum(bool(block.ref_cnt) for block in engine.pool.blocks if not block.is_null))
     return most
+
+
+def found_by_check(engine: Any, fault: str) -> str:
+    """Inside: what the check of reading says with a fault in the second layer; "": without any."""
+    from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
+
+    places, nested = faults.places_of(engine)
+    reader = places.layers[0].layer.impl.reader
+    planted = {
+        "": nullcontext,
+        "turned_the_other_way": lambda: _turned_the_other_way(reader),
+        "values_smaller": lambda: faults.stored_values_smaller(places, 1),
+        "sharper": lambda: _sharper(reader),
+        "window": lambda: faults.window(places, 1),
+    }
+    with planted[fault]():
+        return check_reading(places, reader, nested)
+
+
+@contextmanager
+def _sharper(reader: Any) -> Iterator[None]:
+    original = reader._attend
+    reader._attend = lambda place, query, *rest: original(place, query * 1.1, *rest)
+    try:
+        yield
+    finally:
+        del reader._attend
+
+
+@contextmanager
+def _turned_the_other_way(reader: Any) -> Iterator[None]:
+    original = reader._positions
+    reader._positions = lambda: original()[::-1]
+    try:
+        yield
+    finally:
+        del reader._positions

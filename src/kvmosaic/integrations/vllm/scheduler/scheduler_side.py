@@ -421,7 +421,7 @@ class SchedulerSide:
         return done
 
     def _read_in_place(self, done: Operations, scheduled: Any) -> None:
-        """Adds the requests of a step that read documents in place; those that were preempted pin nothing."""
+        """Adds the requests of a step that read documents in place; preempted ones pin nothing."""
         for request_id in self.store.pinned:
             composed = self._requests[request_id]
             if request_id not in scheduled.num_scheduled_tokens:

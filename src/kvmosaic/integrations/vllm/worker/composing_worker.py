@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.worker import position_shift
-from kvmosaic.integrations.vllm.worker.extra_forward import Repairer, find_nested
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, Repairer, find_nested
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
@@ -84,7 +84,7 @@ class ComposingWorker:
         if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
-        no_reading = self._find_reader(places, no_shift)
+        no_reading = self._find_reader(places, no_shift, None if isinstance(forward, str) else forward)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
@@ -94,7 +94,7 @@ class ComposingWorker:
         if no_reading:
             _log.warning("kvmosaic: documents are copied into requests, not read in place: %s", no_reading)
 
-    def _find_reader(self, places: KVLayout, no_shift: str) -> str:
+    def _find_reader(self, places: KVLayout, no_shift: str, forward: ExtraForward | None) -> str:
         """Finds the reader of documents in place if they are to be read so; returns why there is none."""
         if document_reads(os.environ) == "copy":
             return ""
@@ -105,7 +105,7 @@ class ComposingWorker:
         reader = document_reader(places)
         if isinstance(reader, str):
             return reader
-        if trouble := check_reading(places, reader):
+        if trouble := check_reading(places, reader, forward):
             return trouble
         self._reader = reader
         return ""

@@ -11,7 +11,7 @@ from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader
 
 
 class InPlaceCpuAttention(CPUAttentionBackendImpl):
-    """vLLM's kernel for all rows; then those that read documents are computed with them."""
+    """vLLM's kernel for all rows; then rows that read documents are computed with them."""
 
     reader: DocumentReader | None = None
     """Set once documents can be read."""
@@ -29,7 +29,7 @@ class InPlaceCpuAttention(CPUAttentionBackendImpl):
         **kwargs: Any,
     ) -> Tensor:
         """As vLLM's."""
-        result = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        result: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         if self.reader is not None and self.reader.is_reading:
             self.reader.attend(layer.layer_name, query, key, value, output, self)
         return result

@@ -37,6 +37,8 @@ class DocumentReader:
         self._step: InPlaceStep | None = None
         self._reader: PlanReader | None = None
         self._turned: dict[KeyRotation, RotationTables] = {}
+        self._errors: dict[str, float] | None = None
+        """If not None, outputs are compared with vLLM's own, and not overwritten."""
 
     def begin(self, requests: Sequence[InPlaceRequest]) -> None:
         """Requests of a step. With none, nothing happens."""
@@ -56,6 +58,17 @@ class DocumentReader:
     def _forget(self) -> None:
         self._step = self._reader = None
         self._turned.clear()
+
+    @contextmanager
+    def comparing(self, request: InPlaceRequest) -> Iterator[dict[str, float]]:
+        """Context in which a request's rows are computed by both; gives the relative error by layer."""
+        self.begin([request])
+        self._errors = {}
+        try:
+            yield self._errors
+        finally:
+            self._errors = None
+            self.end()
 
     @contextmanager
     def trying(self, step: InPlaceStep) -> Iterator[None]:
@@ -106,11 +119,13 @@ class DocumentReader:
         stored = place.layout.read(step.slots)
         assert stored[1] is not None
         pools = {None: (key[rows], value[rows]), "chunk_cache": (stored[0].to(key.dtype), stored[1].to(value.dtype))}
-        result, lse = self._attend(
-            place, query[rows], pools, float(impl.scale), float(impl.logits_soft_cap or 0) or None
-        )
+        softcap = float(impl.logits_soft_cap or 0) or None
+        result, lse = self._attend(place, query[rows], pools, float(impl.scale), softcap)
         if impl.sinks is not None:
             result = apply_sinks(result, lse, impl.sinks)
+        if self._errors is not None:
+            self._errors[layer_name] = relative_error(result, output[rows])
+            return
         output[rows] = result.to(output.dtype)
 
     def _attend(
@@ -155,10 +170,16 @@ class DocumentReader:
         return self._turned[rotation]
 
     def _positions(self) -> tuple[Tensor, Tensor]:
-        """[R], [R]: positions of the stacked queries, and those that they are turned to."""
+        """[R], [R]: positions of the stacked queries, and the ones that they are turned to."""
         assert self._step is not None
         at = self._step.positions[self._step.plan.rows]
         return at, at - self._step.plan.distances
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in multiples of the deviation of what is expected; infinite if it is no number."""
+    error = float((found.double() - expected.double()).abs().max() / expected.double().std())
+    return error if error == error else float("inf")
 
 
 def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:

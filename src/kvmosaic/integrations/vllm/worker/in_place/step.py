@@ -1,7 +1,7 @@
 """One forward in which requests read documents in place: which rows read what, at which positions.
 
 rows of the step        r0 r1 r2 (a plain request) │ r3 r4 (own tokens 6 and 7 of a request that reads a and b)
-their positions         as vLLM says                 moved behind the documents
+their positions         as vLLM says                 after those of the documents
 what they read          vLLM's kernel                own tokens 0 to 5, a, b, and each other causally
 """
 
@@ -123,9 +123,10 @@ def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor
     """
     owners = {block: number for number, request in enumerate(requests) for block in request.blocks}
     blocks = slots.div(block_size, rounding_mode="floor")
-    of_block = torch.full((int(max(blocks.max(), max(owners))) + 1,), -1)
+    of_block = torch.full((max(int(blocks.max()), *owners) + 1,), -1)
     of_block[torch.tensor(list(owners))] = torch.tensor(list(owners.values()))
-    numbers, counts = torch.where(blocks < 0, -1, of_block[blocks.clamp(min=0)]).unique_consecutive(return_counts=True)
+    number_of = torch.where(blocks < 0, -1, of_block[blocks.clamp(min=0)])
+    numbers, counts = torch.unique_consecutive(number_of, return_counts=True)
     found, row = [], 0
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         if number >= 0:

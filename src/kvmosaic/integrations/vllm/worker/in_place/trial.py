@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader
+from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest, RepairedRun
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, relative_error
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
 from kvmosaic.integrations.vllm.worker.key_rotation import arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
 
 NUM_BEFORE, NUM_ROWS, NUM_TOKENS = 5, 3, 11
 """Own tokens before the rows of the trial, its rows, and tokens of each of its two documents."""
@@ -18,10 +20,17 @@ _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.
 
 
 @torch.inference_mode()
-def check_reading(places: KVLayout, reader: DocumentReader) -> str:
+def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward | None) -> str:
     """Why documents cannot be read in place; empty: they can.
 
-    Runs before any request is served, on the numbers of random keys, values and queries. It zeroes the blocks it used.
+    Two documents of random keys and values are read in every layer, and compared with keys that were moved. Then an
+    ordinary text is computed, and every layer's attention by vLLM is compared with ours. Runs before any request is
+    served, and zeroes the blocks it used.
+
+    Args:
+        places: the attention layers.
+        reader: what is checked.
+        nested: computes the text; None: it cannot be computed here.
     """
     size = places.block_size
     per_run = -(-(size // 2 + NUM_TOKENS) // size)
@@ -40,6 +49,8 @@ def check_reading(places: KVLayout, reader: DocumentReader) -> str:
         step = InPlaceStep.of(rows, size)
         assert step is not None
         found = next((fault for place in places.layers if (fault := _fault(places, reader, place, step, request))), "")
+        if not found and nested is not None:
+            found = _fault_of_text(reader, nested)
         _clear(places, [1, *documents[0], *documents[1]])
     except Exception as error:  # vLLM must start, with copies, whatever its parts raise
         return f"the check of reading failed: {type(error).__name__}: {error}"[:400]
@@ -72,9 +83,22 @@ def _fault(
     with reader.trying(step):
         reader.attend(place.name, query, keys[own], values[own], output, impl)
     expected = _expected(place, query, keys.double(), values.double(), request)
-    error = float((output.double() - expected).abs().max() / expected.std())
+    error = relative_error(output, expected)
     limit = _LIMITS[dtype]
     return "" if error <= limit else f"{place.name}: reading in place differs by {error:.2g} (limit {limit:.2g})"
+
+
+def _fault_of_text(reader: DocumentReader, nested: ExtraForward) -> str:
+    """Why a layer's attention over an ordinary text is not ours; empty: it is."""
+    num_tokens = min(nested.block_size, nested.max_tokens, nested.max_length - 1)
+    run = RepairedRun((1,), 0, trial_tokens(nested.model_config, num_tokens), 0)
+    with reader.comparing(InPlaceRequest((1,), (), ())) as errors:
+        nested.forward([run], compiled=False)
+    limit = _LIMITS[nested.dtype]
+    if not errors:
+        return "no layer asked for what it reads"
+    name = max(errors, key=lambda each: errors[each])
+    return "" if errors[name] <= limit else f"{name}: attention differs by {errors[name]:.2g} (limit {limit:.2g})"
 
 
 def places_dtype(place: LayerPlace) -> torch.dtype:
