@@ -49,7 +49,7 @@ def build(root: Path, compiler: str | None = None) -> str:
     if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return ""
     command = (*shlex.split(compiler or os.environ.get("CC") or "cc"), *FLAGS)
-    paged = root / SOURCES / "paged.c"
+    common = [root / SOURCES / name for name in ("paged.c", "gather.c")]
     known = ["portable"]
     if platform.machine() in ("x86_64", "AMD64"):
         known = list(PATHS)
@@ -69,7 +69,7 @@ def build(root: Path, compiler: str | None = None) -> str:
             library.unlink(missing_ok=True)
             return problem
         finished = Path(folder) / LIBRARY.name
-        problem = _run(*command, *chosen, "-shared", paged, *objects, "-lm", "-o", finished)
+        problem = _run(*command, *chosen, "-shared", *common, *objects, "-lm", "-o", finished)
         if problem:
             library.unlink(missing_ok=True)
         else:

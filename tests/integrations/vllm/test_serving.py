@@ -9,9 +9,10 @@ from support.vllm.serving import ForkedServer
 SYSTEM, *CHUNKS, QUESTION = documents(60, 40, 70, 65, 90, 19)
 
 
-@pytest.fixture(scope="module")
-def split(vllm_model):
-    server = ForkedServer(vllm_model("llama"), tensor_parallel_size=2)
+@pytest.fixture(scope="module", params=["copy", "in-place"])
+def split(request, vllm_model):
+    environment = {"KVMOSAIC_DOCUMENT_READS": request.param}
+    server = ForkedServer(vllm_model("llama"), tensor_parallel_size=2, environment=environment)
     yield server
     server.stop()
 

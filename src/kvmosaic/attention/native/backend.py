@@ -25,7 +25,7 @@ from kvmosaic.rope import RotationTables
 LIBRARY = Path(__file__).with_name("paged.so")
 """Path of the built extension."""
 
-_VERSION = 1
+_VERSION = 2
 """Version of the structures below; `kvmosaic_version` in paged.c."""
 
 
@@ -89,6 +89,8 @@ def load_library(path: Path = LIBRARY) -> Library:
         raise NativeUnavailable(f"its C extension is of version {version}, not {_VERSION}; install the package again")
     functions.kvmosaic_scratch_bytes.argtypes = (c_void_p, c_int64)
     functions.kvmosaic_attend.argtypes = (c_void_p, c_int64, c_void_p, c_int64)
+    functions.kvmosaic_gather.argtypes = (c_void_p, c_void_p, c_int64)
+    functions.kvmosaic_gather.restype = None
     for function in (functions.kvmosaic_scratch_bytes, functions.kvmosaic_attend, functions.kvmosaic_best_path):
         function.restype = c_int64
     known, allowed = functions.kvmosaic_best_path() + 1, allowed_instruction_sets()

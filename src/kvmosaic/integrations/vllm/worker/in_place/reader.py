@@ -18,6 +18,7 @@ from kvmosaic.integrations.vllm.operations import InPlaceRequest
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, rows_of
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuVectorLayout
 from kvmosaic.integrations.vllm.worker.position_shift import step_slots
 from kvmosaic.rope import RotationTables, paired
 
@@ -37,6 +38,8 @@ class DocumentReader:
         self._step: InPlaceStep | None = None
         self._reader: PlanReader | None = None
         self._turned: dict[KeyRotation, RotationTables] = {}
+        self._room: tuple[Tensor, Tensor] | None = None
+        """Where a layer's keys and values are put together: again for the next layer and step of as many tokens."""
         self._errors: dict[str, float] | None = None
         """If not None, outputs are compared with vLLM's own, and not overwritten."""
 
@@ -116,9 +119,11 @@ class DocumentReader:
         assert step is not None
         place = self._by_name[layer_name]
         rows = step.rows
-        stored = place.layout.read(step.slots)
-        assert stored[1] is not None
-        pools = {None: (key[rows], value[rows]), "chunk_cache": (stored[0].to(key.dtype), stored[1].to(value.dtype))}
+        stored_keys, stored_values = self._stored(place, step)
+        pools = {
+            None: (key[rows], value[rows]),
+            "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
+        }
         softcap = float(impl.logits_soft_cap or 0) or None
         result, lse = self._attend(place, query[rows], pools, float(impl.scale), softcap)
         if impl.sinks is not None:
@@ -127,6 +132,18 @@ class DocumentReader:
             self._errors[layer_name] = relative_error(result, output[rows])
             return
         output[rows] = result.to(output.dtype)
+
+    def _stored(self, place: LayerPlace, step: InPlaceStep) -> tuple[Tensor, Tensor]:
+        """Keys [S, G, D] and values [S, G, Dv] of a step's slots, valid until the next call."""
+        layout = place.layout
+        if isinstance(layout, CpuVectorLayout):
+            shape = (len(step.slots), layout.cache.shape[1], layout.key_size)
+            if self._room is None or self._room[0].shape != shape or self._room[0].dtype is not layout.cache.dtype:
+                self._room = torch.empty(shape, dtype=layout.cache.dtype), torch.empty(shape, dtype=layout.cache.dtype)
+            return layout.read(step.slots, self._room)
+        keys, values = layout.read(step.slots)
+        assert values is not None
+        return keys, values
 
     def _attend(
         self, place: LayerPlace, query: Tensor, pools: dict[Any, Any], scaling: float, softcap: float | None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvmosaic.errors import NotMovable
+from kvmosaic.attention.native.backend import Library, load_library
+from kvmosaic.attention.native.gather import gather
+from kvmosaic.errors import NativeUnavailable, NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, require_plain, stand_in
 
 
@@ -82,8 +85,11 @@ class CpuVectorLayout:
         self._keys = halves[:, :, 0].view(num_blocks, num_heads, self.key_size, self.block_size)
         self._values = halves[:, :, 1].view(num_blocks, num_heads, self.block_size, self.key_size)
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KeyValueLayout.read`."""
+    def read(self, slots: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """See `KeyValueLayout.read`; into `out` where that is possible."""
+        library = _library()
+        if library is not None and self.cache.itemsize in (2, 4):
+            return gather(library, self.cache, slots, out)
         blocks, offsets = slots // self.block_size, slots % self.block_size
         return self._keys[blocks, :, :, offsets], self._values[blocks, :, offsets]
 
@@ -120,6 +126,15 @@ class CpuTiledLayout:
         """See `KeyValueLayout.write`."""
         assert values is not None
         self.writer(self.cache, slots, keys, values)
+
+
+@cache
+def _library() -> Library | None:
+    """Our C extension; None: it was not built."""
+    try:
+        return load_library()
+    except NativeUnavailable:
+        return None
 
 
 def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
