@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-PLAIN, PLUGIN, OWN = "vLLM", "vLLM with kvmosaic", "kvmosaic"
-ENGINES = (PLAIN, PLUGIN, OWN)
+PLAIN, PLUGIN, IN_PLACE, OWN = "vLLM", "vLLM with kvmosaic", "the same, in place", "kvmosaic"
+ENGINES = (PLAIN, PLUGIN, IN_PLACE, OWN)
 MAX_POSITIONS = 4_096
 BLOCK_SIZE = 32
 
@@ -60,8 +60,11 @@ class Engine(Protocol):
 class VLLM:
     """vLLM, its engine in this process."""
 
-    def __init__(self, folder: Path, dtype: str, *, with_plugin: bool, room: int) -> None:
+    def __init__(self, folder: Path, dtype: str, *, document_reads: str, room: int) -> None:
+        """`document_reads`: "copy" or "in-place"; empty: without the plugin."""
+        with_plugin = bool(document_reads)
         os.environ["VLLM_PLUGINS"] = "kvmosaic" if with_plugin else ""
+        os.environ["KVMOSAIC_DOCUMENT_READS"] = document_reads
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, room >> 30))
         import vllm
 
@@ -208,9 +211,8 @@ def _keep_memory() -> None:
 
 def _serve(connection: Connection, name: str, folder: Path, dtype: str, room: int) -> None:
     _keep_memory()
-    engine: Engine = (
-        Own(folder, dtype, room) if name == OWN else VLLM(folder, dtype, with_plugin=name == PLUGIN, room=room)
-    )
+    reads = {PLUGIN: "copy", IN_PLACE: "in-place"}.get(name, "")
+    engine: Engine = Own(folder, dtype, room) if name == OWN else VLLM(folder, dtype, document_reads=reads, room=room)
     connection.send_bytes(b"{}")
     while True:
         try:
