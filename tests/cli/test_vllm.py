@@ -79,6 +79,12 @@ def test_what_cannot_work_is_told_before_vllm_starts(arguments: list[str], choic
         serving(arguments, choices)
 
 
+def test_how_documents_are_read_is_a_variable_of_every_process() -> None:
+    assert shown("m", "--document-reads", "in-place")[0] == "KVMOSAIC_DOCUMENT_READS=in-place"
+    with pytest.raises(InvalidConfig, match="choose 'copy' or 'in-place'"):
+        serving(["m"], {"document_reads": "zero-copy"})
+
+
 def test_variables_that_cannot_be_are_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMOSAIC_REPAIR", "abc")
     with pytest.raises(InvalidConfig, match="'abc'"):
