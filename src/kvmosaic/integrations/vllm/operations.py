@@ -103,13 +103,16 @@ class Store:
 
 @dataclass(slots=True)
 class Operations:
-    """One step's work: moves first (they read what earlier steps wrote), then repairs, then the forward with shifts.
+    """One step's work: moves (they read what earlier steps wrote), then repairs, returns, and the forward with shifts.
 
     Loads come before the forward, too, and stores after it. Drops come after loads.
     """
 
     moves: list[Move] = field(default_factory=list)
     repairs: list[RepairedRun] = field(default_factory=list)
+    returns: list[Move] = field(default_factory=list)
+    """Moves of documents in shared positions, which repaired tokens saw one after the other, to where the question
+    sees them."""
     shifts: list[ShiftedTokens] = field(default_factory=list)
     fetches: list[RunFetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -158,3 +161,5 @@ class WorkerFacts:
     can_shift: bool = False
     fingerprint: str = ""
     """The fingerprint of this worker's weights; empty: unknown."""
+    num_positions: int = 0
+    """Positions of the model's rotary table; 0: unknown."""

@@ -47,6 +47,10 @@ class BlockStore:
                 return number
         return len(hashes)
 
+    def forget(self, blocks: Iterable[Any]) -> None:
+        """Removes blocks from the prefix cache; requests that use them keep them."""
+        self._pool.evict_blocks({block.block_id for block in blocks})
+
     def acquire(self, blocks: Iterable[Any]) -> None:
         """Raises the ref counts of blocks, so that they are not evicted until `release`."""
         blocks = list(blocks)

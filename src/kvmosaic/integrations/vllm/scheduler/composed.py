@@ -10,7 +10,6 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece, first_private_block
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
@@ -57,8 +56,6 @@ class ComposedRequest:
     """The chunk prompts it waited for that came from a tier."""
     planned: list[tuple[PromptPiece, tuple[Any, ...]]] = field(default_factory=list)
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
-    moves: list[Move] = field(default_factory=list)
-    repairs: list[RepairedRun] = field(default_factory=list)
     num_cached: int = 0
     """Prefix cache hits of the prompt when the request arrived; for a bypass, when it was scheduled."""
     is_told: bool = False

@@ -11,10 +11,16 @@ from vllm.utils.hashing import get_hash_fn_by_name
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
-from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
+from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, recomputed_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
+    PromptPiece,
+    first_private_block,
+    recomputed_runs,
+    take_apart,
+)
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
@@ -23,6 +29,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     default_repair,
     engine_trouble,
     request_trouble,
+    why_not_repaired,
     workers_trouble,
 )
 
@@ -60,7 +67,8 @@ class SchedulerSide:
         self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
         """In-flight chunk prompts, and the composed requests that wait for them."""
-        self._admitted: list[str] = []
+        self._admitted: dict[str, Admission] = {}
+        """Operations of requests that are admitted in the step being scheduled."""
         self._moved: dict[str, int] = {}
         """Tokens moved or loaded into requests that begin in the step being scheduled."""
         self._written = WriteLog(self._block_size)
@@ -120,6 +128,8 @@ class SchedulerSide:
         if composition is None:
             return
         layout = composition.layout(request.prompt_token_ids or range(request.num_prompt_tokens))
+        if composition.leaves_repair_open and why_not_repaired(composition, layout, self._facts):
+            composition = replace(composition, repair=0)
         composed = ComposedRequest(request, composition, layout, request._block_hasher)
         self._requests[request.request_id] = composed
         composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
@@ -256,6 +266,8 @@ class SchedulerSide:
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_local)
+        if runs and self._forget_unrepairable(composed, num_local):
+            return None
         if runs and not self._record_sighting(composed, num_local, self._step):
             return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]
@@ -278,6 +290,18 @@ class SchedulerSide:
         composed.prefix = SeenBlocks(blocks, step, self._step)
         return not blocks
 
+    def _forget_unrepairable(self, composed: ComposedRequest, num_local: int) -> bool:
+        """Forgets blocks that this request cannot begin with; returns whether there are any.
+
+        In shared positions, documents of an earlier composed prompt are in its blocks where the question sees them.
+        Repaired tokens see them one after the other, so they are moved again from where they were computed.
+        """
+        first, stop = first_private_block(composed.layout, self._block_size), num_local // self._block_size
+        if not composed.composition.repair or not composed.layout.rules.overlaps or first >= stop:
+            return False
+        self.store.forget(self.store.find(composed.request.block_hashes[first:stop]) or ())
+        return True
+
     def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[PromptPiece, tuple[Any, ...]]:
         """The rest of a piece after the first `num_local` tokens, and the blocks that hold it."""
         piece, blocks = composed.pieces[index], composed.sightings[index].blocks
@@ -298,42 +322,18 @@ class SchedulerSide:
         if not composed.is_told:
             composed.is_told = True
             self.tally.composed(report_of(composed), request.request_id)
-        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
-        if not num_external:
-            return
-        composed.moves, composed.repairs = [], []
-        for piece, held in composed.planned:
-            first, last = piece.start // size, -(-piece.stop // size)
-            composed.moves.append(
-                Move(
-                    source_blocks=tuple(block.block_id for block in held),
-                    source_start=piece.offset % size,
-                    target_blocks=own[first:last],
-                    target_start=piece.start % size,
-                    num_tokens=piece.stop - piece.start,
-                    position=piece.offset,
-                    distance=piece.distance,
-                )
-            )
-        composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
-        self._admitted.append(request.request_id)
-
-    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
-        runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
-        tokens = composed.request.prompt_token_ids
-        return [
-            RepairedRun(blocks[: -(-stop // self._block_size)], start, tuple(tokens[start:stop]), position)
-            for start, stop, position in runs
-        ]
+        if num_external:
+            own, num_cached = tuple(blocks.get_block_ids()[KV_GROUP]), composed.composition.end - num_external
+            self._admitted[request.request_id] = admit(composed, own, num_cached, self._block_size)
 
     def operations(self, scheduled: Any) -> Operations:
         """The workers' operations for the step just scheduled; releases the held blocks after it."""
         done = Operations()
-        for request_id in self._admitted:
-            composed = self._requests.get(request_id)
-            if composed is not None and request_id in scheduled.num_scheduled_tokens:
-                done.moves += composed.moves
-                done.repairs += composed.repairs
+        for request_id, admission in self._admitted.items():
+            if request_id in self._requests and request_id in scheduled.num_scheduled_tokens:
+                done.moves += admission.moves
+                done.repairs += admission.repairs
+                done.returns += admission.returns
         self._admitted.clear()
         self._written.note(scheduled, self._step, self._moved)
         self._moved.clear()

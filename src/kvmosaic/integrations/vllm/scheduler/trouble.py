@@ -96,11 +96,9 @@ def request_trouble(
         return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
-    if composition.repair and not all(fact.can_repair for fact in facts):
-        return Bypass("repair", "repair cannot be computed on these workers")
-    if any(has_seen_chunks(layout, index) for index in range(len(layout.spans) - 1)) and not all(
-        fact.can_repair for fact in facts
-    ):
+    if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
+        return Bypass("repair", reason)
+    if _has_texts(layout) and not all(fact.can_repair for fact in facts):
         return Bypass(
             "texts", "text between documents cannot be computed on these workers, where repair is not possible"
         )
@@ -109,3 +107,29 @@ def request_trouble(
             "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
         )
     return None
+
+
+def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> str:
+    """Why this prompt cannot be repaired; empty if it can."""
+    facts = list(facts)
+    if not all(fact.can_repair for fact in facts):
+        return "repair cannot be computed on these workers"
+    if not layout.rules.overlaps:
+        return ""
+    if _has_texts(layout):
+        return (
+            "repair computes documents in shared positions one after the other, where a text between documents does "
+            "not see them; use repair 'none' or position_strategy 'sequential'"
+        )
+    num_positions = min((fact.num_positions for fact in facts if fact.num_positions), default=composition.end)
+    if composition.end > num_positions:
+        return (
+            "repair computes documents in shared positions one after the other, which here takes "
+            f"{composition.end} positions; the model's rotary table has {num_positions}: use repair 'none', or send "
+            "fewer documents"
+        )
+    return ""
+
+
+def _has_texts(layout: Layout) -> bool:
+    return any(has_seen_chunks(layout, index) for index in range(len(layout.spans) - 1))

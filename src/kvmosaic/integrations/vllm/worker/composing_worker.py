@@ -24,7 +24,7 @@ class ComposingWorker:
 
     register    once: finds the KV layout, the key rotation, and this worker's capabilities (`facts`)
     begin       takes a step's operations; positions are shifted from now on
-    run         moves, then repairs: before the step's forward
+    run         moves, then repairs, then returns: before the step's forward
     end         ends the step
     """
 
@@ -82,7 +82,7 @@ class ComposingWorker:
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
-        self.facts = WorkerFacts(can_repair=not no_repair, can_shift=not no_shift)
+        self.facts = WorkerFacts(can_repair=not no_repair, can_shift=not no_shift, num_positions=places.num_positions)
 
     def begin(self, operations: Operations) -> None:
         """Begins a step."""
@@ -101,6 +101,9 @@ class ComposingWorker:
         if operations.repairs:
             assert self._repairer is not None
             self._repairer.run(operations.repairs)
+            if operations.returns:
+                assert self._mover is not None
+                self._mover.move(operations.returns)
             self._begin_shifts(operations)
 
     def end(self) -> None:
