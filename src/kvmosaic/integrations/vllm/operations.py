@@ -117,6 +117,8 @@ class Operations:
     fetches: list[RunFetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    """Blocks without valid keys and values, which vLLM counts as computed: the workers report them as not loaded."""
     drops: list[int] = field(default_factory=list)
     """Numbers of fetches that are no longer needed."""
     fingerprint_round: int | None = None

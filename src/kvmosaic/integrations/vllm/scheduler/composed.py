@@ -56,6 +56,10 @@ class ComposedRequest:
     """The chunk prompts it waited for that came from a tier."""
     planned: list[tuple[PromptPiece, tuple[Any, ...]]] = field(default_factory=list)
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
+    num_local: int = 0
+    """Prefix cache hits when it was last scheduled."""
+    num_offered: int | None = None
+    """Tokens to be moved in after these, as last offered to vLLM; None: never."""
     num_cached: int = 0
     """Prefix cache hits of the prompt when the request arrived; for a bypass, when it was scheduled."""
     is_told: bool = False

@@ -26,6 +26,7 @@ from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, Compos
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
+    connectors_trouble,
     default_repair,
     engine_trouble,
     request_trouble,
@@ -54,7 +55,10 @@ class SchedulerSide:
     def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._trouble = engine_trouble(config, kv_cache_config)
+        connectors = scheduler.vllm_config.kv_transfer_config, config.kv_transfer_config
+        self._trouble = engine_trouble(config, kv_cache_config) or connectors_trouble(*connectors)
+        self._is_alone = connectors[0] is connectors[1]
+        """Whether there is no other connector."""
         self._facts: tuple[WorkerFacts, ...] = ()
         self._default_repair = 0
         self._num_workers = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
@@ -69,6 +73,8 @@ class SchedulerSide:
         """In-flight chunk prompts, and the composed requests that wait for them."""
         self._admitted: dict[str, Admission] = {}
         """Operations of requests that are admitted in the step being scheduled."""
+        self._failed: list[int] = []
+        """Blocks of requests that are given up in the step being scheduled, which vLLM counts as computed."""
         self._moved: dict[str, int] = {}
         """Tokens moved or loaded into requests that begin in the step being scheduled."""
         self._written = WriteLog(self._block_size)
@@ -219,7 +225,9 @@ class SchedulerSide:
         missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
         for number in sorted(missing):
             name = composed.hashes[number][-1]
-            if composed.asked.get(number, 0) >= _MAX_ASKED:
+            # others read the names of a request's blocks once, so it cannot have other names later
+            may_give_up = self._is_alone or composed.num_offered is None
+            if composed.asked.get(number, 0) >= _MAX_ASKED and may_give_up:
                 reason = f"a document was evicted {_MAX_ASKED} times before the others were there"
                 self._give_up(composed, Bypass("evicted", reason))
                 return
@@ -254,7 +262,15 @@ class SchedulerSide:
         composed = self._requests.get(request.request_id)
         if composed is not None and composed.bypass is not None and not request.num_preemptions:
             composed.num_cached = num_local
-        if composed is None or composed.bypass is not None or num_local >= composed.composition.end:
+        if composed is None or composed.bypass is not None:
+            return 0
+        num_offered = self._match(composed, num_local)
+        if num_offered is not None:
+            composed.num_local, composed.num_offered = num_local, num_offered
+        return num_offered
+
+    def _match(self, composed: ComposedRequest, num_local: int) -> int | None:
+        if num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
@@ -319,12 +335,32 @@ class SchedulerSide:
         if composed is None or composed.bypass is not None:
             return
         self._end_retry(composed)
+        if num_external != composed.num_offered:
+            self._break_off(composed, tuple(blocks.get_block_ids()[KV_GROUP]), num_external)
+            return
         if not composed.is_told:
             composed.is_told = True
             self.tally.composed(report_of(composed), request.request_id)
         if num_external:
             own, num_cached = tuple(blocks.get_block_ids()[KV_GROUP]), composed.composition.end - num_external
             self._admitted[request.request_id] = admit(composed, own, num_cached, self._block_size)
+
+    def _break_off(self, composed: ComposedRequest, own: tuple[int, ...], num_external: int) -> None:
+        """Gives up a request for which vLLM takes another number of moved tokens than it was offered.
+
+        What the step computes is an ordinary prompt's, but vLLM has named its blocks as composed ones. Blocks that it
+        counts as computed, and that are composed or not loaded at all, are reported as failed: vLLM computes them
+        in place, or fails the request.
+        """
+        size, num_local = self._block_size, composed.num_local
+        first, stop = first_private_block(composed.layout, size), -(-(num_local + num_external) // size)
+        self.store.forget_ids(own[first:])
+        if not self._is_alone and not num_external:
+            stop = len(own)  # what another connector loads is unknown here
+        self._failed += own[min(first, num_local // size) if num_external else first : stop]
+        reason = f"vLLM took {num_external} of the {composed.num_offered} tokens that were to be moved into its blocks"
+        _log.warning("kvmosaic: request %s is not composed: %s", composed.request.request_id, reason)
+        self._give_up(composed, Bypass("not_taken", reason))
 
     def operations(self, scheduled: Any) -> Operations:
         """The workers' operations for the step just scheduled; releases the held blocks after it."""
@@ -335,6 +371,7 @@ class SchedulerSide:
                 done.repairs += admission.repairs
                 done.returns += admission.returns
         self._admitted.clear()
+        done.failed, self._failed = self._failed, []
         self._written.note(scheduled, self._step, self._moved)
         self._moved.clear()
         for request_id in scheduled.num_scheduled_tokens:
