@@ -117,7 +117,13 @@ def test_recomputed_runs_are_uncached_texts_after_chunks_and_first_tokens_of_chu
     assert all(start < stop for start, stop, _ in runs)
 
 
-def test_a_recomputed_token_is_where_the_question_sees_it() -> None:
+def test_a_recomputed_text_is_where_the_question_sees_it() -> None:
     layout = Composition(4, (10, 6), "shared", texts=(3, 5)).layout(range(40))
-    assert recomputed_runs(layout, 2, 0) == ((7, 9, 7), (17, 22, 17), (22, 24, 7))
+    assert recomputed_runs(layout, 0, 0) == ((17, 22, 17),)
     assert recomputed_runs(layout, 0, 19) == ((19, 22, 19),)
+
+
+def test_repaired_tokens_are_one_after_the_other_in_shared_positions_too() -> None:
+    for strategy in ("sequential", "shared"):
+        layout = Composition(4, (10, 6, 8), strategy).layout(range(40))
+        assert recomputed_runs(layout, 2, 0) == ((14, 16, 14), (20, 22, 20))

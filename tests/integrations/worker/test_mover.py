@@ -139,6 +139,18 @@ def test_the_scheduler_may_count_in_larger_blocks_than_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_keys_rotated_in_place_are_those_of_a_copy(kind: str) -> None:
+    copied, turned = Share((kind,)), Share((kind,))
+    Mover(copied.places).move([Move((0, 1), 3, (4, 5), 3, SIZE, 20, 30)])
+    Mover(turned.places, part_tokens=4).move([Move((0, 1), 3, (0, 1), 3, SIZE, 20, 30)])
+    slots = torch.arange(3, 3 + SIZE)
+    in_place, copy = (
+        share.places.layers[0].layout.read(at) for share, at in ((turned, slots), (copied, slots + 4 * SIZE))
+    )
+    assert_close([in_place], [copy], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_move_by_nothing_copies_bytes(kind: str) -> None:
     share = Share((kind,))
     layout = share.places.layers[0].layout
@@ -161,6 +173,11 @@ BAD = {
     "from before its blocks": (replace(GOOD, source_start=-1), ValueError, "-1 to 9 lie outside"),
     "an unknown block": (replace(GOOD, target_blocks=(4, 6)), ValueError, "block 6 of a cache with 6 blocks"),
     "a negative block": (replace(GOOD, target_blocks=(-1, 5)), ValueError, "block -1 of a cache with 6 blocks"),
+    "in place, where another one reads": (
+        replace(GOOD, target_blocks=(0, 1), target_start=3),
+        ValueError,
+        "reads a slot",
+    ),
     "its own source": (replace(GOOD, target_blocks=(1, 0)), ValueError, "reads a slot that another one writes"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvmosaic import LLM, Prompt, SamplingParams
 from support.vllm.asking import Answer, Ask
 
@@ -10,6 +12,8 @@ def own_answer(llm: LLM, ask: Ask) -> Answer:
     """What our engine says; it must have the chunk context of the ask."""
     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, logprobs=ask.logprobs, ignore_eos=True)
     how = ask.composition
+    if how is not None and how.repair:
+        params = replace(params, repair=f"first({how.repair})")
     if how is None:
         (output,) = llm.generate([list(ask.token_ids)], params)
     else:

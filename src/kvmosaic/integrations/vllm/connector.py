@@ -164,11 +164,16 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Handles the workers' facts, by (pipeline rank, tensor rank)."""
-        self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
+        self._on_handshake(metadata)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """The same by rank, for vLLM versions without pipeline ranks here."""
-        self._kv_cache.on_handshake({rank: said.facts for rank, said in metadata.items()})
+        self._on_handshake(metadata)
+
+    def _on_handshake(self, metadata: dict[Any, Any]) -> None:
+        """A MultiConnector passes on the metadata of one of its connectors to all of them."""
+        ours = {rank: said.facts for rank, said in metadata.items() if isinstance(said, WorkerMetadata)}
+        self._kv_cache.on_handshake(ours)
 
     def on_new_request(self, request: Any) -> None:
         """Handles a request that was added to the scheduler."""
@@ -272,9 +277,12 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded."""
-        if self._tiers is None:
-            return set()
-        failed, self._tiers.failed_blocks = self._tiers.failed_blocks, set()
+        failed: set[int] = set()
+        if isinstance(self._connector_metadata, StepMetadata):
+            failed |= set(self._connector_metadata.operations.failed)
+        if self._tiers is not None:
+            failed |= self._tiers.failed_blocks
+            self._tiers.failed_blocks = set()
         return failed
 
     def shutdown(self) -> None:

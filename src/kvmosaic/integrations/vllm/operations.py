@@ -136,18 +136,23 @@ class Store:
 
 @dataclass(slots=True)
 class Operations:
-    """One step's work: moves first (they read what earlier steps wrote), then repairs, then the forward with shifts.
+    """One step's work: moves (they read what earlier steps wrote), then repairs, returns, and the forward with shifts.
 
     Loads come before the forward, too, and stores after it. Drops come after loads.
     """
 
     moves: list[Move] = field(default_factory=list)
     repairs: list[RepairedRun] = field(default_factory=list)
+    returns: list[Move] = field(default_factory=list)
+    """Moves of documents in shared positions, which repaired tokens saw one after the other, to where the question
+    sees them."""
     shifts: list[ShiftedTokens] = field(default_factory=list)
     in_place: list[InPlaceRequest] = field(default_factory=list)
     fetches: list[RunFetch] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    """Blocks without valid keys and values, which vLLM counts as computed: the workers report them as not loaded."""
     drops: list[int] = field(default_factory=list)
     """Numbers of fetches that are no longer needed."""
     fingerprint_round: int | None = None
@@ -194,3 +199,5 @@ class WorkerFacts:
     """Its attention reads documents where they are stored."""
     fingerprint: str = ""
     """The fingerprint of this worker's weights; empty: unknown."""
+    num_positions: int = 0
+    """Positions of the model's rotary table; 0: unknown."""

@@ -10,6 +10,8 @@ NAME = "kvmosaic"
 """The connector's name in `--kv-transfer-config`."""
 CPU_BACKEND = "kvmosaic.integrations.vllm.worker.in_place.cpu_backend.InPlaceCpuBackend"
 """Registered under the name of vLLM's own, which it extends."""
+CLASS = "ComposingConnector"
+"""Its class, by which a MultiConnector looks up its statistics."""
 
 
 def register() -> None:
@@ -19,8 +21,9 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "kvmosaic.integrations.vllm.connector", "ComposingConnector")
+    for name in (NAME, CLASS):
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, "kvmosaic.integrations.vllm.connector", CLASS)
     if document_reads(os.environ) == "in-place":
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

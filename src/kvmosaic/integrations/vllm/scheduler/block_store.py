@@ -49,6 +49,14 @@ class BlockStore:
                 return number
         return len(hashes)
 
+    def forget(self, blocks: Iterable[Any]) -> None:
+        """Removes blocks from the prefix cache; requests that use them keep them."""
+        self.forget_ids(block.block_id for block in blocks)
+
+    def forget_ids(self, block_ids: Iterable[int]) -> None:
+        """The same by their ids."""
+        self._pool.evict_blocks(set(block_ids))
+
     def acquire(self, blocks: Iterable[Any]) -> None:
         """Raises the ref counts of blocks, so that they are not evicted until `release`."""
         blocks = list(blocks)

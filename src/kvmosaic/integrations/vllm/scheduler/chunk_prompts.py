@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvmosaic.layout import Layout, exact_spans
+from kvmosaic.layout import Layout, exact_spans, repair_positions
 
 PADDING_TOKEN = 0
 """Fills the last block of a chunk prompt; its keys and values are never read."""
@@ -104,10 +104,10 @@ def num_repaired(layout: Layout, repair: int) -> dict[int, int]:
 def recomputed_runs(layout: Layout, repair: int, num_cached: int) -> tuple[tuple[int, int, int], ...]:
     """Recomputed runs, as (start, stop, position): texts after chunks, and the first tokens of each chunk.
 
-    Tokens that are cached already are omitted.
+    Tokens that are cached already are omitted. Repaired tokens are where `repair_positions` has them.
     """
     runs, begin = [], 0
-    repaired, positions = num_repaired(layout, repair), layout.positions()
+    repaired, positions = num_repaired(layout, repair), repair_positions(layout) if repair else layout.positions()
     for index, span in enumerate(layout.spans[:-1]):
         length = span.num_tokens if has_seen_chunks(layout, index) else repaired.get(index, 0)
         start, stop = max(begin, num_cached), begin + length

@@ -10,7 +10,6 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt, PromptPiece, first_private_block
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
@@ -58,12 +57,14 @@ class ComposedRequest:
     """The chunk prompts it waited for that came from a tier."""
     planned: list[tuple[PromptPiece, tuple[Any, ...]]] = field(default_factory=list)
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
-    moves: list[Move] = field(default_factory=list)
-    repairs: list[RepairedRun] = field(default_factory=list)
     in_place: InPlacePlan | None = None
     """How it reads its documents where they are stored; None: it gets copies of them."""
     whole_prompt: list[int] = field(default_factory=list)
     """Token ids with the documents, if it reads them in place: its own are the others."""
+    num_local: int = 0
+    """Prefix cache hits when it was last scheduled."""
+    num_offered: int | None = None
+    """Tokens to be moved in after these, as last offered to vLLM; None: never."""
     num_cached: int = 0
     """Prefix cache hits of the prompt when the request arrived; for a bypass, when it was scheduled."""
     is_told: bool = False

@@ -12,10 +12,16 @@ from vllm.v1.request import RequestStatus
 
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
-from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
+from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit, move_in
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, recomputed_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
+    PromptPiece,
+    first_private_block,
+    recomputed_runs,
+    take_apart,
+)
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
 from kvmosaic.integrations.vllm.scheduler.in_place import (
@@ -27,10 +33,12 @@ from kvmosaic.integrations.vllm.scheduler.in_place import (
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
+    connectors_trouble,
     default_repair,
     engine_trouble,
     reads_in_place,
     request_trouble,
+    why_not_repaired,
     workers_trouble,
 )
 
@@ -55,7 +63,10 @@ class SchedulerSide:
     def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._trouble = engine_trouble(config, kv_cache_config)
+        connectors = scheduler.vllm_config.kv_transfer_config, config.kv_transfer_config
+        self._trouble = engine_trouble(config, kv_cache_config) or connectors_trouble(*connectors)
+        self._is_alone = connectors[0] is connectors[1]
+        """Whether there is no other connector."""
         self._facts: tuple[WorkerFacts, ...] = ()
         self._default_repair = 0
         self._num_workers = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
@@ -68,7 +79,10 @@ class SchedulerSide:
         self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
         """In-flight chunk prompts, and the composed requests that wait for them."""
-        self._admitted: list[str] = []
+        self._admitted: dict[str, Admission] = {}
+        """Operations of requests that are admitted in the step being scheduled."""
+        self._failed: list[int] = []
+        """Blocks of requests that are given up in the step being scheduled, which vLLM counts as computed."""
         self._moved: dict[str, int] = {}
         """Tokens moved or loaded into requests that begin in the step being scheduled."""
         self._written = WriteLog(self._block_size)
@@ -128,11 +142,14 @@ class SchedulerSide:
         if composition is None:
             return
         layout = composition.layout(request.prompt_token_ids or range(request.num_prompt_tokens))
+        if composition.leaves_repair_open and why_not_repaired(composition, layout, self._facts):
+            composition = replace(composition, repair=0)
         composed = ComposedRequest(request, composition, layout, request._block_hasher)
         self._requests[request.request_id] = composed
         composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
         if composed.bypass is None:
-            self._take_apart(composed, in_place=reads_in_place(request, composition, layout, self._facts))
+            in_place = self._is_alone and reads_in_place(request, composition, layout, self._facts)
+            self._take_apart(composed, in_place=in_place)
         if composed.bypass is not None:
             self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
         else:
@@ -234,7 +251,10 @@ class SchedulerSide:
         missing = {composed.pieces[index].prompt for index in pieces if index not in composed.sightings}
         for number in sorted(missing):
             name = composed.hashes[number][-1]
-            if composed.asked.get(number, 0) >= _MAX_ASKED and not (composed.in_place and composed.is_told):
+            # others read the names of a request's blocks once, so it cannot have other names later, and a request that
+            # reads in place cannot have another prompt once it ran
+            may_give_up = composed.num_offered is None or (self._is_alone and composed.in_place is None)
+            if composed.asked.get(number, 0) >= _MAX_ASKED and may_give_up:
                 reason = f"a document was evicted {_MAX_ASKED} times before the others were there"
                 self._give_up(composed, Bypass("evicted", reason))
                 return
@@ -272,9 +292,17 @@ class SchedulerSide:
         composed = self._requests.get(request.request_id)
         if composed is not None and composed.bypass is not None and not request.num_preemptions:
             composed.num_cached = num_local
-        if composed is not None and composed.in_place is not None:
-            return self._match_in_place(composed, num_local)
-        if composed is None or composed.bypass is not None or num_local >= composed.composition.end:
+        if composed is None or composed.bypass is not None:
+            return 0
+        num_offered = self._match(composed, num_local)
+        if num_offered is not None:
+            composed.num_local, composed.num_offered = num_local, num_offered
+        return num_offered
+
+    def _match(self, composed: ComposedRequest, num_local: int) -> int | None:
+        if composed.in_place is not None:
+            return self._match_in_place(composed, composed.in_place, num_local)
+        if num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
@@ -286,6 +314,8 @@ class SchedulerSide:
         if any(composed.sightings[index].step >= self._step for index in needed):
             return None
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_local)
+        if runs and self._forget_unrepairable(composed, num_local):
+            return None
         if runs and not self._record_sighting(composed, num_local, self._step):
             return None
         composed.planned = [self._remainder(composed, index, num_local) for index in needed]
@@ -293,10 +323,9 @@ class SchedulerSide:
             self.store.acquire(blocks)
         return composed.composition.end - num_local
 
-    def _match_in_place(self, composed: ComposedRequest, num_local: int) -> int | None:
+    def _match_in_place(self, composed: ComposedRequest, plan: InPlacePlan, num_local: int) -> int | None:
         """Number of tokens of the system text that this step can move in, if it can read all documents; None: wait."""
-        assert composed.in_place is not None
-        num_read = composed.in_place.num_read
+        num_read = plan.num_read
         needed = [*range(num_read)]
         needed += [index for index in range(num_read, len(composed.pieces)) if composed.pieces[index].stop > num_local]
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
@@ -327,6 +356,18 @@ class SchedulerSide:
         composed.prefix = SeenBlocks(blocks, step, self._step)
         return not blocks
 
+    def _forget_unrepairable(self, composed: ComposedRequest, num_local: int) -> bool:
+        """Forgets blocks that this request cannot begin with; returns whether there are any.
+
+        In shared positions, documents of an earlier composed prompt are in its blocks where the question sees them.
+        Repaired tokens see them one after the other, so they are moved again from where they were computed.
+        """
+        first, stop = first_private_block(composed.layout, self._block_size), num_local // self._block_size
+        if not composed.composition.repair or not composed.layout.rules.overlaps or first >= stop:
+            return False
+        self.store.forget(self.store.find(composed.request.block_hashes[first:stop]) or ())
+        return True
+
     def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[PromptPiece, tuple[Any, ...]]:
         """The rest of a piece after the first `num_local` tokens, and the blocks that hold it."""
         piece, blocks = composed.pieces[index], composed.sightings[index].blocks
@@ -344,64 +385,70 @@ class SchedulerSide:
         if composed is None or composed.bypass is not None:
             return
         self._end_retry(composed)
+        own = tuple(blocks.get_block_ids()[KV_GROUP])
+        if composed.in_place is None and num_external != composed.num_offered:
+            self._break_off(composed, own, num_external)
+            return
         if not composed.is_told:
             composed.is_told = True
             self.tally.composed(report_of(composed), request.request_id)
         if composed.in_place is not None:
-            self._pin(composed, composed.in_place, num_external)
-        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
-        if not num_external:
-            return
-        composed.moves, composed.repairs = [], []
-        for piece, held in composed.planned:
-            first, last = piece.start // size, -(-piece.stop // size)
-            composed.moves.append(
-                Move(
-                    source_blocks=tuple(block.block_id for block in held),
-                    source_start=piece.offset % size,
-                    target_blocks=own[first:last],
-                    target_start=piece.start % size,
-                    num_tokens=piece.stop - piece.start,
-                    position=piece.offset,
-                    distance=piece.distance,
-                )
-            )
-        if composed.in_place is None:
-            composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
-        self._admitted.append(request.request_id)
+            self._admit_in_place(composed, composed.in_place, own, num_external)
+        elif num_external:
+            num_cached = composed.composition.end - num_external
+            self._admitted[request.request_id] = admit(composed, own, num_cached, self._block_size)
 
-    def _pin(self, composed: ComposedRequest, plan: InPlacePlan, num_external: int) -> None:
-        """Pins the documents of a request that is admitted, and counts them as cached tokens of its prompt."""
+    def _admit_in_place(
+        self, composed: ComposedRequest, plan: InPlacePlan, own: tuple[int, ...], num_taken: int
+    ) -> None:
+        """Pins the documents of a request that is admitted, and counts them as cached tokens of its prompt.
+
+        Of its system text, vLLM may take fewer tokens than it was offered: it computes the others.
+        """
         request = composed.request
-        pieces = range(plan.num_read)
         self.store.unpin(request.request_id)
-        self.store.pin(request.request_id, [block for i in pieces for block in composed.sightings[i].blocks])
+        self.store.pin(
+            request.request_id, [block for i in range(plan.num_read) for block in composed.sightings[i].blocks]
+        )
+        composed.planned = [
+            (replace(piece, stop=piece.start + num_taken), blocks) for piece, blocks in composed.planned if num_taken
+        ]
+        self._admitted[request.request_id] = move_in(composed, own, self._block_size)
         stats = getattr(request, "prefill_stats", None)
         if stats is not None and not request.num_preemptions:
-            num_hidden = len(composed.whole_prompt) - plan.num_own
             stats.set(
                 num_prompt_tokens=len(composed.whole_prompt),
-                num_local_cached_tokens=stats.num_local_cached_tokens + num_hidden,
-                num_external_cached_tokens=num_external,
+                num_local_cached_tokens=stats.num_local_cached_tokens + len(composed.whole_prompt) - plan.num_own,
+                num_external_cached_tokens=num_taken,
             )
 
-    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
-        runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
-        tokens = composed.request.prompt_token_ids
-        return [
-            RepairedRun(blocks[: -(-stop // self._block_size)], start, tuple(tokens[start:stop]), position)
-            for start, stop, position in runs
-        ]
+    def _break_off(self, composed: ComposedRequest, own: tuple[int, ...], num_external: int) -> None:
+        """Gives up a request for which vLLM takes another number of moved tokens than it was offered.
+
+        What the step computes is an ordinary prompt's, but vLLM has named its blocks as composed ones. Blocks that it
+        counts as computed, and that are composed or not loaded at all, are reported as failed: vLLM computes them
+        in place, or fails the request.
+        """
+        size, num_local = self._block_size, composed.num_local
+        first, stop = first_private_block(composed.layout, size), -(-(num_local + num_external) // size)
+        self.store.forget_ids(own[first:])
+        if not self._is_alone and not num_external:
+            stop = len(own)  # what another connector loads is unknown here
+        self._failed += own[min(first, num_local // size) if num_external else first : stop]
+        reason = f"vLLM took {num_external} of the {composed.num_offered} tokens that were to be moved into its blocks"
+        _log.warning("kvmosaic: request %s is not composed: %s", composed.request.request_id, reason)
+        self._give_up(composed, Bypass("not_taken", reason))
 
     def operations(self, scheduled: Any) -> Operations:
         """The workers' operations for the step just scheduled; releases the held blocks after it."""
         done = Operations()
-        for request_id in self._admitted:
-            composed = self._requests.get(request_id)
-            if composed is not None and request_id in scheduled.num_scheduled_tokens:
-                done.moves += composed.moves
-                done.repairs += composed.repairs
+        for request_id, admission in self._admitted.items():
+            if request_id in self._requests and request_id in scheduled.num_scheduled_tokens:
+                done.moves += admission.moves
+                done.repairs += admission.repairs
+                done.returns += admission.returns
         self._admitted.clear()
+        done.failed, self._failed = self._failed, []
         self._written.note(scheduled, self._step, self._moved)
         self._moved.clear()
         for request_id in scheduled.num_scheduled_tokens:

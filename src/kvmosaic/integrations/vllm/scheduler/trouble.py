@@ -22,6 +22,43 @@ class Bypass:
     reason: str
 
 
+BLOCK_HASH_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Connectors of vLLM that name what they store by block hashes, where composed blocks have hashes of their own.
+
+Others name it by tokens (ExampleConnector, LMCache, FlexKV, HF3FS) or by request (NIXL, Mooncake, MoRIIO), and would
+give composed keys and values to ordinary prompts, or to engines that do not know their positions.
+MooncakeStoreConnector uses block hashes, too, but was not tested.
+"""
+
+
+def connectors_trouble(engine: Any, own: Any) -> Bypass | None:
+    """Why requests cannot be composed beside the other connectors of a MultiConnector; None if they can.
+
+    Args:
+        engine: the engine's `kv_transfer_config`.
+        own: the part of it that configures this connector; the same object if there is no other connector.
+    """
+    if engine is own:
+        return None
+    children = engine.kv_connector_extra_config.get("connectors") or [{"kv_connector": engine.kv_connector}]
+    if children[0].get("kv_connector") != own.kv_connector:  # vLLM loads from the first connector that has anything
+        return Bypass(
+            "connectors",
+            f"{children[0].get('kv_connector')} is the first connector, and what it loads would replace documents; "
+            f"list {own.kv_connector} first",
+        )
+    for child in children[1:]:
+        name = child.get("kv_connector")
+        if name not in BLOCK_HASH_CONNECTORS or child.get("kv_connector_module_path"):
+            return Bypass(
+                "connectors",
+                f"{name} does not name what it stores by vLLM's block hashes, so ordinary prompts could load composed "
+                f"documents from it; beside {own.kv_connector}, list {' or '.join(BLOCK_HASH_CONNECTORS)} only, or use "
+                "its own tiers",
+            )
+    return None
+
+
 def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
     """Why this engine cannot compose requests; None if it can."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -53,6 +90,11 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
                 "context_parallel",
                 f"context parallel ({name} = {getattr(parallel, name)}) spreads a block over several devices",
             )
+    if any(getattr(part, "enable_return_routed_experts", False) for part in _with_routed_experts(config)):
+        return Bypass(
+            "routed_experts",
+            "--enable-return-routed-experts: experts of documents that are moved are unknown; start vLLM without it",
+        )
     if model.is_encoder_decoder:
         return Bypass("encoder", "the model has an encoder")
     if model.uses_mrope:
@@ -62,6 +104,11 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
             "speculative", f"speculative decoding by {config.speculative_config.method} keeps keys of its own"
         )
     return None
+
+
+def _with_routed_experts(config: Any) -> tuple[Any, Any]:
+    """The parts of vLLM's configuration that may have this option, by version."""
+    return config.model_config, getattr(config, "aux_output_config", None)
 
 
 def workers_trouble(facts: Iterable[WorkerFacts], num_expected: int) -> Bypass | None:
@@ -96,11 +143,9 @@ def request_trouble(
         return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
-    if composition.repair and not all(fact.can_repair for fact in facts):
-        return Bypass("repair", "repair cannot be computed on these workers")
-    if any(has_seen_chunks(layout, index) for index in range(len(layout.spans) - 1)) and not all(
-        fact.can_repair for fact in facts
-    ):
+    if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
+        return Bypass("repair", reason)
+    if _has_texts(layout) and not all(fact.can_repair for fact in facts):
         return Bypass(
             "texts", "text between documents cannot be computed on these workers, where repair is not possible"
         )
@@ -119,3 +164,29 @@ def reads_in_place(request: Any, composition: Composition, layout: Layout, facts
         # repaired tokens are computed at other positions than the question sees them at
         and not (composition.repair and layout.rules.overlaps)
     )
+
+
+def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> str:
+    """Why this prompt cannot be repaired; empty if it can."""
+    facts = list(facts)
+    if not all(fact.can_repair for fact in facts):
+        return "repair cannot be computed on these workers"
+    if not layout.rules.overlaps:
+        return ""
+    if _has_texts(layout):
+        return (
+            "repair computes documents in shared positions one after the other, where a text between documents does "
+            "not see them; use repair 'none' or position_strategy 'sequential'"
+        )
+    num_positions = min((fact.num_positions for fact in facts if fact.num_positions), default=composition.end)
+    if composition.end > num_positions:
+        return (
+            "repair computes documents in shared positions one after the other, which here takes "
+            f"{composition.end} positions; the model's rotary table has {num_positions}: use repair 'none', or send "
+            "fewer documents"
+        )
+    return ""
+
+
+def _has_texts(layout: Layout) -> bool:
+    return any(has_seen_chunks(layout, index) for index in range(len(layout.spans) - 1))

@@ -28,7 +28,7 @@ class ComposingWorker:
 
     register    once: finds the KV layout, the key rotation, and this worker's capabilities (`facts`)
     begin       takes a step's operations; positions are shifted from now on
-    run         moves, then repairs: before the step's forward
+    run         moves, then repairs, then returns: before the step's forward
     end         ends the step
     """
 
@@ -89,7 +89,10 @@ class ComposingWorker:
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
         self.facts = WorkerFacts(
-            can_repair=not no_repair, can_shift=not no_shift, can_read_in_place=self._reader is not None
+            can_repair=not no_repair,
+            can_shift=not no_shift,
+            can_read_in_place=self._reader is not None,
+            num_positions=places.num_positions,
         )
         if no_reading:
             _log.warning("kvmosaic: documents are copied into requests, not read in place: %s", no_reading)
@@ -127,6 +130,9 @@ class ComposingWorker:
         if operations.repairs:
             assert self._repairer is not None
             self._repairer.run(operations.repairs)
+            if operations.returns:
+                assert self._mover is not None
+                self._mover.move(operations.returns)
             self._begin_shifts(operations)
 
     def end(self) -> None:

@@ -108,6 +108,11 @@ class KVLayout:
         offset = index - start // self.block_size * self.block_size
         return torch.tensor(wanted)[offset // self.block_size] * self.block_size + index % self.block_size
 
+    @property
+    def num_positions(self) -> int:
+        """Positions that the tables of all layers have."""
+        return min(place.rotation.num_positions for place in self.layers if place.rotation is not None)
+
     def require(self, position: int) -> None:
         """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
@@ -136,8 +141,8 @@ class Mover:
         slots of all moves:    │ rotated … rotated │ only copied … │        split into parts of bounded size
         for each part and layer:    read sources ─▶ rotate keys ─▶ write targets
 
-    Blocks that are read must not be written in the same step. Nothing is written before all moves are known to be
-    possible. A move by distance 0 copies bytes.
+    Slots that are read must not be written by another move of the step; a move may rotate keys in place. Nothing is
+    written before all moves are known to be possible. A move by distance 0 copies bytes.
     """
 
     def __init__(self, places: KVLayout, part_tokens: int = 2048) -> None:
@@ -163,7 +168,8 @@ class Mover:
         moves.sort(key=lambda move: move.distance == 0)
         sources = torch.cat([self.places.slots(m.source_blocks, m.source_start, m.num_tokens) for m in moves])
         targets = torch.cat([self.places.slots(m.target_blocks, m.target_start, m.num_tokens) for m in moves])
-        if torch.isin(targets, sources).any():
+        stays = targets == sources
+        if torch.isin(targets[~stays], sources).any() or torch.isin(targets[stays], sources[~stays]).any():
             raise ValueError("a move reads a slot that another one writes")
         old = torch.cat([torch.arange(m.position, m.position + m.num_tokens) for m in moves])
         distance = torch.cat([torch.full((m.num_tokens,), m.distance) for m in moves])

@@ -1,0 +1,75 @@
+"""Why an engine of vLLM does not compose, and why a prompt is not repaired there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.operations import WorkerFacts
+from kvmosaic.integrations.vllm.scheduler.trouble import connectors_trouble, engine_trouble, why_not_repaired
+
+ABLE = WorkerFacts(can_repair=True, can_shift=True, num_positions=40)
+
+
+@pytest.mark.parametrize(
+    ("composition", "facts", "reason"),
+    [
+        (Composition(4, (10, 6), "shared", repair=2), [ABLE], ""),
+        (Composition(4, (10, 6), "sequential", repair=2, texts=(0, 3)), [ABLE], ""),
+        (Composition(4, (10, 6), "shared", repair=2, texts=(3, 0)), [ABLE], ""),
+        (Composition(4, (10, 6), "shared", repair=2, texts=(0, 3)), [ABLE], "a text between documents"),
+        (Composition(4, (30, 30), "shared", repair=2), [ABLE], "takes 64 positions; the model's rotary table has 40"),
+        (Composition(4, (10, 6), "shared", repair=2), [ABLE, WorkerFacts()], "on these workers"),
+    ],
+)
+def test_the_reason_against_repair_names_what_is_in_the_way(
+    composition: Composition, facts: list[WorkerFacts], reason: str
+) -> None:
+    found = why_not_repaired(composition, composition.layout(range(100)), facts)
+    assert reason in found and bool(reason) == bool(found)
+
+
+OURS = SimpleNamespace(kv_connector="kvmosaic", kv_connector_extra_config={})
+
+
+def beside(*names: str | dict[str, Any]) -> Any:
+    """The engine's `kv_transfer_config` with these connectors."""
+    children = [name if isinstance(name, dict) else {"kv_connector": name} for name in names]
+    return SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (OURS, ""),
+        (beside("kvmosaic"), ""),
+        (beside("kvmosaic", "OffloadingConnector"), ""),
+        (beside("kvmosaic", "SimpleCPUOffloadConnector", "OffloadingConnector"), ""),
+        (beside("OffloadingConnector", "kvmosaic"), "list kvmosaic first"),
+        (beside("kvmosaic", "OffloadingConnector", "LMCacheConnectorV1"), "LMCacheConnectorV1 does not name"),
+        (beside("kvmosaic", "kvmosaic"), "kvmosaic does not name"),
+        (beside("kvmosaic", "MultiConnector"), "MultiConnector does not name"),
+        (
+            beside("kvmosaic", {"kv_connector": "OffloadingConnector", "kv_connector_module_path": "mine"}),
+            "OffloadingConnector does not name",
+        ),
+        (SimpleNamespace(kv_connector="Wrapping", kv_connector_extra_config={}), "Wrapping is the first connector"),
+    ],
+)
+def test_only_connectors_that_name_blocks_by_their_hashes_are_beside_ours(engine: Any, reason: str) -> None:
+    found = connectors_trouble(engine, OURS)
+    assert (found.reason if found else "").count(reason) and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("part", ["model_config", "aux_output_config"])
+def test_returned_experts_are_a_reason_to_compose_nothing(part: str) -> None:
+    cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto")
+    spec = type("FullAttentionSpec", (), {})()
+    group = SimpleNamespace(kv_cache_spec=spec)
+    options = {"model_config": SimpleNamespace(), part: SimpleNamespace(enable_return_routed_experts=True)}
+    config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), **options)
+    found = engine_trouble(config, SimpleNamespace(kv_cache_groups=[group]))
+    assert found is not None and found.code == "routed_experts"

@@ -1,0 +1,80 @@
+"""Repair inside vLLM: the numbers of our own engine, for every strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.vllm.asking import compose, difference, documents
+from support.vllm.own import own_answer
+
+CLOSE = 1e-4
+SYSTEM, *LIBRARY, QUESTION = documents(70, 50, 83, 64, 131, 40, 21)
+
+
+@pytest.mark.parametrize("context", ["system", "none"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_repaired_documents_are_those_of_our_engine(vllm_engine, own_engine, strategy, count, context):
+    ask = compose(SYSTEM, LIBRARY[:count], QUESTION, position_strategy=strategy, chunk_context=context, repair=9)
+    theirs = vllm_engine("llama").ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine("llama", chunk_context=context), ask)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek"])
+def test_other_models_too(vllm_engine, own_engine, name):
+    ask = compose(SYSTEM, LIBRARY, QUESTION, position_strategy="shared", repair=9)
+    theirs = vllm_engine(name).ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_a_prompt_that_begins_like_an_earlier_one_is_the_same(vllm_engine, own_engine, strategy):
+    """Documents of the earlier prompt are in its blocks where the question sees them, not where repairs do."""
+    engine = vllm_engine("llama")
+    how = {"position_strategy": strategy, "repair": 9}
+    engine.call("reset_prefix_cache")
+    engine.ask(compose(SYSTEM, LIBRARY[:2], QUESTION, **how))
+    for order in ([0, 1, 2, 3], [0, 1, 3], [0, 1, 3]):
+        ask = compose(SYSTEM, [LIBRARY[index] for index in order], QUESTION, **how)
+        theirs = engine.ask(ask)
+        assert theirs.is_composed, theirs.report
+        assert difference(theirs, own_answer(own_engine("llama"), ask)) < CLOSE
+
+
+def test_sections_of_a_document_too(vllm_engine, own_engine):
+    how = {"position_strategy": "shared", "repair": 9, "continues": (0, 1, 0, 1)}
+    ask = compose(SYSTEM, LIBRARY, QUESTION, **how)
+    theirs = vllm_engine("llama").ask(ask)
+    assert theirs.is_composed, theirs.report
+    assert difference(theirs, own_answer(own_engine("llama"), ask)) < CLOSE
+
+
+def test_several_at_once_say_what_each_says_alone(vllm_engine):
+    engine = vllm_engine("llama", max_num_batched_tokens=64)
+    orders = ([0, 1, 2, 3], [0, 1], [3, 2, 1, 0], [0, 1, 3])
+    asks = [
+        compose(SYSTEM, [LIBRARY[i] for i in order], QUESTION, position_strategy="shared", repair=9) for order in orders
+    ]
+    alone = [vllm_engine("llama").ask(ask) for ask in asks]
+    for _ in range(2):
+        for answer, expected in zip(engine.generate(asks), alone, strict=True):
+            assert answer.is_composed, answer.report
+            assert difference(answer, expected) < CLOSE
+
+
+def test_texts_between_shared_documents_are_not_composed_with_repair(vllm_engine):
+    """Repairs need them one after the other, and a text the other way round."""
+    engine = vllm_engine("llama")
+    ask = compose(SYSTEM, LIBRARY[:2], QUESTION, [[], [7, 8, 9]], position_strategy="shared", repair=9)
+    answer = engine.ask(ask)
+    assert "between documents" in answer.report["bypass"] and "repair" in answer.report["bypass"]
+    assert difference(answer, vllm_engine("llama", plugin=False).ask(ask.plain)) < CLOSE
+    assert ask.composition is not None
+    unsaid = replace(ask, composition=replace(ask.composition, repair=0, leaves_repair_open=True))
+    unrepaired = replace(ask, composition=replace(ask.composition, repair=0))
+    answer = engine.ask(unsaid)
+    assert answer.is_composed, answer.report
+    assert difference(answer, engine.ask(unrepaired)) < CLOSE
