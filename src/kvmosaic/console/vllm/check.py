@@ -60,6 +60,8 @@ def worker_table(check: EngineCheck) -> Table:
         for name, lines in (("  cache", worker.layouts), ("  rotation", worker.rotations)):
             for line in lines:
                 table.add_row(name, Text(printable(line)))
+        if worker.tested:
+            table.add_row("  tested", Text(printable(worker.tested)))
         table.add_row("  moving", _possible(worker.trouble))
         if not worker.trouble:
             table.add_row("  repair", _possible(worker.no_repair, "yellow"))

@@ -271,6 +271,8 @@ class WorkerDiagnostics:
     trouble: str
     no_repair: str
     no_shift: str
+    tested: str = ""
+    """What the worker tested at startup."""
 
 
 def diagnose(worker: Any) -> WorkerDiagnostics:
@@ -292,6 +294,7 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
         no_shift=""
         if composing.facts.can_shift
         else (position_shift.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
+        tested=composing.start_check.tested,
     )
 
 
