@@ -82,7 +82,9 @@ def test_it_passes_and_leaves_nothing(engine):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found_in_every_layer(engine, mistake):
+def test_mistakes_are_found_in_every_layer(engine, mistake, request):
+    if mistake == "values for keys" and "latent" in request.node.callspec.id:
+        pytest.skip("a latent cache has no values")
     for name, said, number in engine.call(mistaken, mistake=mistake):
         assert said.startswith(f"{name}:"), said
         assert (CACHE if mistake in IN_CACHE else ROTATION) in said
