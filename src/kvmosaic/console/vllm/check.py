@@ -46,6 +46,8 @@ def engine_table(check: EngineCheck) -> Table:
     table.add_column()
     table.add_row("vllm", Text(f"{printable(check.version)} on {printable(check.platform)}"))
     table.add_row("model", Text(f"{printable(check.model)} in {check.dtype}"))
+    if check.compiled:
+        table.add_row("compiled", Text(printable(check.compiled)))
     table.add_row("blocks", Text(f"of {check.block_size} tokens"))
     return table
 
