@@ -52,8 +52,10 @@ class ExtraForward:
             return
         vocab_size = int(self.model_config.get_vocab_size())
         with NoAdapters.installed(self._root, int(lora.max_loras), vocab_size) as self._adapters:
-            yield
-        self._adapters = None
+            try:
+                yield
+            finally:
+                self._adapters = None
 
     @torch.inference_mode()
     def forward(self, runs: Sequence[RepairedRun], *, compiled: bool = True) -> Any:

@@ -98,8 +98,10 @@ def _write_by_kernel(place: LayerPlace, slots: Tensor, keys: Tensor, values: Ten
     """Writes into the layer's cache by the kernel of its backend, unless only its layout knows how to call that."""
     update = getattr(place.layer.impl, "do_kv_cache_update", None)
     if update is None or is_ascend(place.layer):
-        place.layout.write(slots, keys, values)
-    elif values is None:
-        write_rows(place.layer, place.layer.kv_cache, slots, keys)
-    else:
-        update(place.layer, keys.contiguous(), values.contiguous(), place.layer.kv_cache, slots)
+        return place.layout.write(slots, keys, values)
+    cache = place.layer.kv_cache
+    cache = cache[0] if isinstance(cache, list) and len(cache) == 1 else cache  # as earlier versions keep it
+    if values is None:
+        return write_rows(place.layer, cache, slots, keys)
+    update(place.layer, keys.contiguous(), values.contiguous(), cache, slots)
+    return None
