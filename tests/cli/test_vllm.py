@@ -15,6 +15,7 @@ from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.front import command
 from kvmosaic.integrations.vllm.front.command import serving
+from kvmosaic.integrations.vllm.requirement import is_composing_required
 from kvmosaic.integrations.vllm.tier_settings import tier_config
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
@@ -61,6 +62,19 @@ def test_our_choices_become_variables() -> None:
     assert shown("m", "--repair", "first(16)", "--position-strategy", "shared", "--preamble", "all")[:3] == [
         "KVMOSAIC_POSITION_STRATEGY=shared", "KVMOSAIC_PREAMBLE=all", "KVMOSAIC_REPAIR=first(16)",
     ]  # fmt: skip
+
+
+def test_composing_is_required_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown("m", "--require-composing")[0] == "KVMOSAIC_REQUIRE_COMPOSING=1"
+    assert shown("m")[0] == "vllm"
+    for extra, value, is_required in (({}, "true", True), ({"require_composing": False}, "1", False), ({}, "0", False)):
+        assert is_composing_required(extra, {"KVMOSAIC_REQUIRE_COMPOSING": value}) is is_required
+    assert is_composing_required({"require_composing": True}, {})
+    with pytest.raises(InvalidConfig, match="'yes'"):
+        is_composing_required({"require_composing": "yes"}, {})
+    monkeypatch.setenv("KVMOSAIC_REQUIRE_COMPOSING", "maybe")
+    with pytest.raises(InvalidConfig, match="'maybe'; give 1 or 0"):
+        serving(["m"], {})
 
 
 @pytest.mark.parametrize(

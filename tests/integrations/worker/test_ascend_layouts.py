@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
+from kvmosaic.integrations.vllm.worker.self_check import check_caches
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
 DTYPES = [torch.float32, torch.bfloat16]
@@ -121,6 +123,22 @@ def test_moved_keys_are_those_computed_at_the_new_place(kind: str) -> None:
     wanted = torch.cat([part.flatten(0, 1)[4 * SIZE : 4 * SIZE + 11] for part in cache], dim=-1)
     found = torch.cat([part for part in moved if part is not None], dim=-1)
     assert torch.allclose(found, wanted, atol=1e-6)
+    assert module.attn is layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_start_keys_are_moved_in_its_cache_and_nothing_is_left(kind: str) -> None:
+    layer, cache = KINDS[kind]()
+    size = TURNING if kind == "latent" else HEAD_SIZE
+    module = Module(layer, RecordedRotary(size, is_neox_style=kind == "grouped", dtype=torch.float32, head_size=size))
+    places = KVLayout.of(config_of({"layer": layer}, SIZE, torch.float32), {"layer": cache})
+    assert check_caches(places, 400) == ""
+    assert not any(part.any() for part in cache)
+    place, update = places.layers[0], type(places.layers[0].layout).write
+    place.layout.write = lambda slots, *parts: update(place.layout, (slots + 1) % layout_slots, *parts)  # type: ignore[method-assign]
+    layout_slots = place.layout.num_slots
+    assert check_caches(places, 400).startswith("layer:")
+    assert "no room" in check_caches(replace(places, num_blocks=4), 400)
     assert module.attn is layer
 
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.worker.extra_forward import can_run, find_nested
+from kvmosaic.integrations.vllm.worker.extra_forward import (
+    Scope,
+    can_run,
+    make_forward,
+    scope_at_start,
+)
 
 
 def configuration(model: Any = None, parallel: Any = None, cache: Any = None, **fields: Any) -> Any:
@@ -46,12 +51,28 @@ ONE_GROUP = SimpleNamespace(kv_cache_groups=[object()])
 def test_a_configuration_that_another_forward_would_break_is_refused(fields, reason):
     said = can_run(configuration(**fields), ONE_GROUP)
     assert reason in said
-    assert find_nested(configuration(**fields), ONE_GROUP, SimpleNamespace()) == said
+    scope = scope_at_start(configuration(**fields), ONE_GROUP)
+    forward = make_forward(configuration(**fields), ONE_GROUP, SimpleNamespace())
+    assert (forward == said) == (scope is Scope.CACHES)
 
 
 def test_replicas_of_a_dense_model_and_tensor_parallel_are_not():
     parallel = {"data_parallel_size": 2, "is_moe_model": False, "tensor_parallel_size": 4}
     assert can_run(configuration(parallel=parallel), ONE_GROUP) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "scope"),
+    [
+        ({"lora": object(), "speculative": object()}, Scope.MODEL),
+        ({"lora": object(), "parallel": {"pipeline_parallel_size": 2}}, Scope.ATTENTION),
+        ({"parallel": {"data_parallel_size": 2}}, Scope.ATTENTION),
+        ({"parallel": {"pipeline_parallel_size": 2, "decode_context_parallel_size": 2}}, Scope.CACHES),
+        ({}, Scope.MODEL),
+    ],
+)
+def test_before_the_first_request_more_may_be_called_than_between_steps(fields, scope):
+    assert scope_at_start(configuration(**fields), ONE_GROUP) is scope
 
 
 def test_all_reasons_are_told():
@@ -60,4 +81,4 @@ def test_all_reasons_are_told():
 
 
 def test_a_forward_that_cannot_be_made_is_a_reason_and_no_error():
-    assert "AttributeError" in str(find_nested(configuration(), ONE_GROUP, SimpleNamespace()))
+    assert "AttributeError" in str(make_forward(configuration(), ONE_GROUP, SimpleNamespace()))

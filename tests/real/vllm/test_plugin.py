@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.real.prompts import DOCUMENTS, QUESTIONS, parts
 from support.vllm.asking import Ask, compose, difference
+from support.vllm.faults import places_of
 from support.vllm.forking import ForkedEngine
+from support.vllm.mistakes import FAULTS, MISTAKES
 from support.vllm.own import own_answer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic.integrations.vllm.worker.self_check import check, check_attention, check_caches
 
 NEAR = 2e-3
 """Largest difference of log-probabilities of real weights in float32."""
@@ -75,3 +79,34 @@ def test_an_ordinary_prompt_is_that_of_our_engine(engine, own) -> None:
     theirs, ours = engine.ask(asked), own_answer(own("system"), asked)
     assert theirs.tokens == ours.tokens
     assert difference(theirs, ours) < NEAR
+
+
+DTYPES = ("float32", "bfloat16")
+PLANTED = ("other_frequency", "larger_keys_far_out", "kernel_scale", "stored_elsewhere", "far_output_smaller")
+
+
+def checked(engine) -> dict[str, object]:
+    """What the checks at start say of the model, and of faults and mistakes in its first and a middle layer."""
+    places, nested = places_of(engine)
+    wrong = []
+    for layer in (0, len(places.layers) // 2):
+        for fault in PLANTED:
+            with FAULTS[fault](places, layer):
+                wrong.append([fault, places.layers[layer].name, check_attention(places, nested)])
+        for mistake, change in MISTAKES.items():
+            layers = tuple(change(place) if i == layer else place for i, place in enumerate(places.layers))
+            wrong.append([mistake, places.layers[layer].name, check_attention(replace(places, layers=layers), nested)])
+    correct = [check(places, nested), check_attention(places, nested), check_caches(places, nested.max_length)]
+    return {"correct": correct, "wrong": wrong}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_checks_at_start_pass_real_weights_and_find_faults_in_any_layer(model_folder: Path, dtype: str) -> None:
+    engine = ForkedEngine(model_folder, dtype=dtype, max_model_len=4096, num_gpu_blocks_override=256)
+    try:
+        said = engine.call(checked)
+    finally:
+        engine.stop()
+    assert said["correct"] == ["", "", ""]
+    for fault, name, found in said["wrong"]:
+        assert found.startswith(f"{name}:"), (fault, found)

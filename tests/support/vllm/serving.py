@@ -37,15 +37,9 @@ class ForkedServer(Fork):
         self.port = port
         self.url = "http://small" if port is None else f"http://127.0.0.1:{port}"
         place = {"uds": self.path} if port is None else {"host": "127.0.0.1", "port": port}
-        options = {"served-model-name": "small", **place, "tensor-parallel-size": tensor_parallel_size}
-        names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs")
-        options |= {name.replace("_", "-"): OPTIONS[name] for name in names}
-        flags = [f"--{name}={value}" for name, value in options.items()]
-        if plugin:
-            flags.append(f"--kv-transfer-config={json.dumps(CONNECTOR)}")
-        flags += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend=mp"]
-        said = [f"--model={model}", *flags, *arguments]
-        super().__init__(lambda end: _serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
+        more = {"served-model-name": "small", **place, "tensor-parallel-size": tensor_parallel_size}
+        said = [*server_arguments(model, plugin=plugin, **more), *arguments]
+        super().__init__(lambda end: serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
         transport = httpx.HTTPTransport(uds=str(self.path)) if port is None else None
         self.http = httpx.Client(transport=transport, base_url=self.url, timeout=PATIENCE_SECONDS)
         self._wait()
@@ -82,7 +76,18 @@ class ForkedServer(Fork):
             return not attempt.connect_ex(address)
 
 
-def _serve(arguments: list[str]) -> None:
+def server_arguments(model: Path, *, plugin: bool = True, **more: Any) -> list[str]:
+    """Arguments of `vllm serve` for a small model; `more` are options by their names."""
+    names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs")
+    options = {name.replace("_", "-"): OPTIONS[name] for name in names} | more
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    if plugin:
+        flags.append(f"--kv-transfer-config={json.dumps(CONNECTOR)}")
+    flags += ["--enforce-eager", "--enable-prompt-tokens-details", "--distributed-executor-backend=mp"]
+    return [f"--model={model}", *flags]
+
+
+def serve(arguments: list[str]) -> None:
     """What `vllm serve` does, but that processes are forked where it would start them anew."""
     import uvloop
     from vllm.entrypoints.launchers.api_server import entry

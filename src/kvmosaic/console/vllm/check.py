@@ -46,6 +46,8 @@ def engine_table(check: EngineCheck) -> Table:
     table.add_column()
     table.add_row("vllm", Text(f"{printable(check.version)} on {printable(check.platform)}"))
     table.add_row("model", Text(f"{printable(check.model)} in {check.dtype}"))
+    if check.compiled:
+        table.add_row("compiled", Text(printable(check.compiled)))
     table.add_row("blocks", Text(f"of {check.block_size} tokens"))
     return table
 
@@ -60,6 +62,8 @@ def worker_table(check: EngineCheck) -> Table:
         for name, lines in (("  cache", worker.layouts), ("  rotation", worker.rotations)):
             for line in lines:
                 table.add_row(name, Text(printable(line)))
+        if worker.tested:
+            table.add_row("  tested", Text(printable(worker.tested)))
         table.add_row("  moving", _possible(worker.trouble))
         if not worker.trouble:
             table.add_row("  repair", _possible(worker.no_repair, "yellow"))

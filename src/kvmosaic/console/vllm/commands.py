@@ -74,6 +74,12 @@ def serve(
     chunk_tier: ChunkTiers = None,
     chunk_compression: Annotated[str | None, option("chunk_compression")] = None,
     chunk_loading: Annotated[str | None, option("chunk_loading")] = None,
+    require_composing: Annotated[
+        bool,
+        typer.Option(
+            "--require-composing", help="Exit with status 1 where vLLM cannot compose documents, and say why."
+        ),
+    ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the command line, and run nothing.")] = False,
 ) -> None:
     """Run `vllm serve` with documents: all of its own options may be given, and ours are added where they are missing.
@@ -81,9 +87,11 @@ def serve(
     kvmosaic vllm serve Qwen/Qwen3-0.6B --max-model-len 8192 --position-strategy shared
     """
     from kvmosaic.integrations.vllm.front.command import check_installed, serving
+    from kvmosaic.integrations.vllm.requirement import SETTING
 
     tier_options = {"compression": chunk_compression, "loading": chunk_loading}
     choices = {name: None if value is None else str(value) for name, value in asdict(documents).items()}
+    choices[SETTING] = "1" if require_composing else None
     launch = serving(context.args, choices, chunk_tier or (), tier_options)
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)

@@ -8,13 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.composed_check import CheckResult, ComposedCheck, load_reference
+from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
@@ -23,19 +25,6 @@ from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
 
 _MAX_LOGPROBS = 20
-_NOISE = 4.0
-"""Max difference of log-probabilities, as a multiple of the model's own noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of one check."""
-
-    what: str
-    compared_with: str
-    found: str
-    allowed: str
-    passed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +40,8 @@ class EngineCheck:
     """Why no request is composed here; empty: they are."""
     workers: tuple[WorkerDiagnostics, ...]
     findings: tuple[CheckResult, ...]
+    compiled: str = ""
+    """Whether the model is compiled, and which graphs are captured: as in a server with these options."""
 
     @property
     def passed(self) -> bool:
@@ -89,7 +80,10 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
         findings: list[CheckResult] = []
         if not engine.trouble:
             findings += engine.moved_keys()
-            findings += engine.composed(
+            model_config = engine.config.model_config
+            reference = load_reference(model_config, sum(worker.num_parameters for worker in workers))
+            composed = ComposedCheck(engine, partial(trial_tokens, model_config), reference)
+            findings += composed.findings(
                 can_repair=not any(worker.no_repair for worker in workers),
                 can_shift=not any(worker.no_shift for worker in workers),
             )
@@ -97,6 +91,7 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
             version=vllm.__version__,
             platform=current_platform.device_name or current_platform.device_type,
             model=model,
+            compiled=_compiled(engine.config.compilation_config),
             dtype=str(engine.config.model_config.dtype).removeprefix("torch."),
             block_size=engine.block_size,
             trouble=engine.trouble,
@@ -125,13 +120,17 @@ class _Engine:
         """Token ids that no other prompt here begins with."""
         return [self._random.randrange(10, self._vocabulary) for _ in range(number)]
 
-    def answer(self, token_ids: Sequence[int], composition: Composition | None = None, **prompt: Any) -> Any:
-        """The output for a prompt: greedy, one token, with some log-probabilities."""
+    def answer(
+        self, token_ids: Sequence[int], composition: Composition | None = None, *, max_tokens: int = 1, **prompt: Any
+    ) -> Any:
+        """The output for a prompt: greedy, with some log-probabilities."""
         from vllm import SamplingParams
 
         most = min(_MAX_LOGPROBS, self.config.model_config.max_logprobs)
         extra = {} if composition is None else {"kv_transfer_params": composition.to_params()}
-        params = SamplingParams(temperature=0, max_tokens=1, logprobs=most, detokenize=False, extra_args=extra)
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=most, detokenize=False, extra_args=extra
+        )
         (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids), **prompt}], params, use_tqdm=False)
         return output
 
@@ -181,60 +180,6 @@ class _Engine:
             blocks.append(found[0])
         return blocks
 
-    def composed(self, *, can_repair: bool, can_shift: bool) -> list[CheckResult]:
-        """Prompts of documents: whether they are composed, and an unmoved document against an ordinary prompt."""
-        lengths = (self.block_size // 2 + 3, self.block_size + 11, self.block_size // 2 + 5, 9)
-        text = iter(trial_tokens(self.config.model_config, sum(lengths)))
-        system, first, second, question = ([next(text) for _ in range(length)] for length in lengths)
-        alone = Composition(system=len(system), chunks=(len(first),))
-        prompt = [*system, *first, *question]
-        findings = [self._same(self.answer(prompt, alone, cache_salt="composed"), prompt)]
-        both = Composition(system=len(system), chunks=(len(second), len(first)))
-        kinds = {"two documents, one moved": both}
-        if can_shift:
-            kinds["two documents at shared positions"] = replace(both, position_strategy="shared")
-        if can_repair:
-            kinds["two documents, their first 8 tokens repaired"] = replace(both, repair=8)
-            kinds["two documents, text before and between them"] = replace(
-                both, system=len(system) - 2, chunks=(len(second) - 3, len(first)), texts=(2, 3)
-            )
-        for what, composition in kinds.items():
-            output = self.answer([*system, *second, *first, *question], composition)
-            report = (output.kv_transfer_params or {}).get(FIELD) or {}
-            said = "no report" if not report else report.get("bypass") or "composed"
-            findings.append(CheckResult(what, "", said, "composed", said == "composed"))
-        return findings
-
-    def _same(self, composed: Any, prompt: Sequence[int]) -> CheckResult:
-        """Compares the likeliest next tokens of a composed prompt with those of the same tokens as an ordinary prompt.
-
-        The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one
-        prefill and with its beginning in the prefix cache.
-        """
-        plain = self.answer(prompt, cache_salt="at once")
-        self.answer(prompt[: self.block_size + 1], cache_salt="in parts")
-        noise = _apart(self.answer(prompt, cache_salt="in parts"), plain)
-        allowed = _NOISE * noise + max(1e-3, 16 * torch.finfo(self.config.model_config.dtype).eps)
-        difference = _apart(composed, plain)
-        return CheckResult(
-            "one document",
-            f"an ordinary prompt (its own noise: {noise:.2g})",
-            f"{difference:.2g}",
-            f"{allowed:.2g}",
-            difference <= allowed,
-        )
-
-
-def _apart(one: Any, other: Any) -> float:
-    """The largest difference of the log-probabilities in both; infinite if most are of different tokens."""
-    first, second = (
-        {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()} for output in (one, other)
-    )
-    shared = first.keys() & second.keys()
-    if 2 * len(shared) < len(second):
-        return float("inf")
-    return max((abs(first[token] - second[token]) for token in shared), default=float("inf"))
-
 
 def key_findings(
     distance: int, keys: float, unturned: float, values: float | None, allowed: float
@@ -271,6 +216,10 @@ class WorkerDiagnostics:
     trouble: str
     no_repair: str
     no_shift: str
+    tested: str = ""
+    """What the worker tested at startup."""
+    num_parameters: int = 0
+    """Of its share of the model."""
 
 
 def diagnose(worker: Any) -> WorkerDiagnostics:
@@ -292,6 +241,8 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
         no_shift=""
         if composing.facts.can_shift
         else (position_shift.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
+        tested=composing.start_check.tested,
+        num_parameters=sum(each.numel() for each in places.root.parameters()) if places else 0,
     )
 
 
@@ -324,6 +275,13 @@ def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], comput
         None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
         allowed=8 * torch.finfo(computed[0].dtype).eps,
     )
+
+
+def _compiled(config: Any) -> str:
+    """How vLLM runs the model, in its own words."""
+    mode, graphs = (getattr(each, "name", str(each)) for each in (config.mode, config.cudagraph_mode))
+    by = f" by {config.backend}" if config.backend and mode != "NONE" else ""
+    return f"{mode}{by}, graphs: {graphs}"
 
 
 def _composing() -> ComposingWorker:

@@ -13,6 +13,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.integrations.vllm.requirement import is_composing_required
 from kvmosaic.integrations.vllm.tier_settings import FROM_VARIABLE, tier_config
 from kvmosaic.tiers import parse_tier_url
 
@@ -62,6 +63,7 @@ def serving(
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
     document_reads({**os.environ, **variables})
+    is_composing_required({}, {**os.environ, **variables})
     if not arguments:
         raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")
     if _has(arguments, "--no-enable-prefix-caching"):

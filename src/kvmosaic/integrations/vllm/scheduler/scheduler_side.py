@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.requirement import is_composing_required, require_composing
 from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit, move_in
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
@@ -57,12 +59,15 @@ class SchedulerSide:
         admitted         its pieces become moves into its own blocks
         step complete    `operations` for the workers
 
-    Nothing here raises: vLLM's engine would die. What cannot be composed is bypassed, with the reason in its report.
+    Nothing here raises once vLLM is up: its engine would die. What cannot be composed is bypassed, with the reason in
+    its report.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, scheduler: Any) -> None:
         self._config = config
         self._scheduler = scheduler
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self._is_required = is_composing_required(extra, os.environ)
         connectors = scheduler.vllm_config.kv_transfer_config, config.kv_transfer_config
         self._trouble = engine_trouble(config, kv_cache_config) or connectors_trouble(*connectors)
         self._is_alone = connectors[0] is connectors[1]
@@ -106,11 +111,17 @@ class SchedulerSide:
         return self._trouble.reason if self._trouble else ""
 
     def on_handshake(self, facts: Mapping[Any, WorkerFacts]) -> None:
-        """Handles the workers' capabilities, once at startup."""
+        """Handles the workers' capabilities, once at startup.
+
+        Raises:
+            InvalidConfig: documents cannot be composed, and that is required: vLLM does not start.
+        """
         self._facts = tuple(facts[rank] for rank in sorted(facts))
         self._trouble = self._trouble or workers_trouble(self._facts, self._num_workers)
         if self._trouble:
             _log.warning("kvmosaic: documents are not composed: %s", self._trouble.reason)
+            if self._is_required:
+                require_composing(self._trouble.reason)
             return
         self._default_repair = default_repair(self._facts)
         _log.info(

@@ -12,13 +12,19 @@ from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.worker import position_shift
-from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, Repairer, find_nested
+from kvmosaic.integrations.vllm.worker.extra_forward import (
+    ExtraForward,
+    Repairer,
+    Scope,
+    can_run,
+    make_forward,
+    scope_at_start,
+)
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
-from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
-from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
+from kvmosaic.integrations.vllm.worker.self_check import StartCheck, check_at_start
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +46,7 @@ class ComposingWorker:
         self._shift: PositionShift | None = None
         self._reader: DocumentReader | None = None
         self.tally = ReportCounters()
+        self.start_check = StartCheck("", "")
         self.facts = WorkerFacts(trouble="the KV cache is not there yet")
 
     @property
@@ -67,24 +74,23 @@ class ComposingWorker:
         except Exception as error:  # vLLM must start, without composing, whatever its parts raise
             self.facts = WorkerFacts(trouble=f"its cache could not be tried: {type(error).__name__}: {error}"[:400])
             return
-        forward = find_nested(self._config, self._kv_cache_config, places.root)
-        no_repair = ""
-        if isinstance(forward, str):
-            no_repair = forward
-            # vLLM-Ascend's embeddings rotate by angles that its runner looked up before, whatever positions they get
-            is_direct = not is_npu(self._config)
-            trouble = check_rotations(places, int(self._config.model_config.max_model_len)) if is_direct else ""
-        else:
-            trouble = check(places, forward)
-            self._repairer = Repairer(forward)
-        if trouble:
-            self.facts = WorkerFacts(trouble=trouble)
+        no_repair = can_run(self._config, self._kv_cache_config)
+        forward = make_forward(self._config, self._kv_cache_config, places.root)
+        scope = scope_at_start(self._config, self._kv_cache_config)
+        self.start_check = check_at_start(places, forward, scope, int(self._config.model_config.max_model_len))
+        if self.start_check.trouble:
+            self.facts = WorkerFacts(trouble=self.start_check.trouble)
             return
+        if isinstance(forward, str):
+            no_repair = no_repair or forward
+        elif not no_repair:
+            self._repairer = Repairer(forward)
         self._mover = Mover(places)
         if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
             in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
-        no_reading = self._find_reader(places, no_shift, None if isinstance(forward, str) else forward)
+        whole = forward if scope >= Scope.MODEL and not isinstance(forward, str) else None
+        no_reading = self._find_reader(places, no_shift, whole)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)

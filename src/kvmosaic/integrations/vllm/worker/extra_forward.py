@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvmosaic.integrations.vllm.operations import RepairedRun
+from kvmosaic.integrations.vllm.worker.adapters import NoAdapters
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 from kvmosaic.integrations.vllm.worker.metadata import AttentionRows, layer_groups
 
@@ -39,6 +41,21 @@ class ExtraForward:
         self._root = root_module
         self._device = next(root_module.parameters()).device
         self._groups = layer_groups(vllm_config, kv_cache_config, self._device)
+        self._adapters: NoAdapters | None = None
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Context before the first request, in which rows use no LoRA adapter."""
+        lora = getattr(self._config, "lora_config", None)
+        if lora is None:
+            yield
+            return
+        vocab_size = int(self.model_config.get_vocab_size())
+        with NoAdapters.installed(self._root, int(lora.max_loras), vocab_size) as self._adapters:
+            try:
+                yield
+            finally:
+                self._adapters = None
 
     @torch.inference_mode()
     def forward(self, runs: Sequence[RepairedRun], *, compiled: bool = True) -> Any:
@@ -67,12 +84,14 @@ class ExtraForward:
         assert num_tokens <= self.max_tokens, f"{num_tokens} tokens in one forward; at most {self.max_tokens}"
         rows = AttentionRows.of(runs, self.block_size, self._device)
         metadata = self._metadata(rows)
+        self._use_no_adapter(runs)
         with (
             _unseen_by_the_connector(),
             set_forward_context(
                 metadata,
                 self._config,
                 num_tokens=num_tokens,
+                num_tokens_across_dp=self._tokens_of_replicas(num_tokens),
                 slot_mapping=dict.fromkeys(metadata, rows.slots),
                 skip_compiled=not compiled,
             ),
@@ -87,6 +106,16 @@ class ExtraForward:
         from vllm.forward_context import get_forward_context
 
         get_forward_context().attn_metadata = self._metadata(AttentionRows.of(runs, self.block_size, self._device))
+        self._use_no_adapter(runs)
+
+    def _use_no_adapter(self, runs: Sequence[RepairedRun]) -> None:
+        if self._adapters is not None:
+            self._adapters.take_rows(sum(len(run.token_ids) for run in runs), len(runs))
+
+    def _tokens_of_replicas(self, num_tokens: int) -> Tensor | None:
+        """As if each replica ran as many: where they share experts, vLLM would ask the others, which may wait."""
+        number = self._config.parallel_config.data_parallel_size
+        return torch.full((number,), num_tokens, dtype=torch.int32) if number > 1 else None
 
     def _metadata(self, rows: AttentionRows) -> dict[str, Any]:
         return {name: made for group in self._groups for name, made in group.metadata(rows).items()}
@@ -109,10 +138,24 @@ def _unseen_by_the_connector() -> Iterator[None]:
         connector._connector_metadata = metadata
 
 
-def find_nested(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> ExtraForward | str:
+class Scope(IntEnum):
+    """What may be called apart from the steps of vLLM's runner; each includes those before it."""
+
+    CACHES = 0
+    """The kernels that write caches."""
+    ATTENTION = 1
+    """Attention modules, one at a time, before the first request."""
+    MODEL = 2
+    """The whole model, before the first request."""
+    SERVING = 3
+    """The whole model, between steps."""
+
+
+def make_forward(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> ExtraForward | str:
     """Creates an extra forward, or returns why there is none."""
-    if reason := can_run(vllm_config, kv_cache_config):
-        return reason
+    found = find_limits(vllm_config, kv_cache_config)
+    if reasons := [reason for reason, scope in found.items() if scope < Scope.ATTENTION]:
+        return "; ".join(reasons)
     try:
         return ExtraForward(vllm_config, kv_cache_config, root_module)
     except Exception as error:  # vLLM starts without it, whatever its backends raise
@@ -120,28 +163,46 @@ def find_nested(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) 
 
 
 def can_run(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Why an extra forward must not run under this configuration; empty: it may."""
+    """Why an extra forward must not run between steps under this configuration; empty: it may."""
+    return "; ".join(find_limits(vllm_config, kv_cache_config))
+
+
+def scope_at_start(vllm_config: Any, kv_cache_config: Any) -> Scope:
+    """What may be called before the first request under this configuration."""
+    return min((Scope.MODEL, *find_limits(vllm_config, kv_cache_config).values()))
+
+
+def find_limits(vllm_config: Any, kv_cache_config: Any) -> dict[str, Scope]:
+    """Reasons why no extra forward may run between steps, and what may be called nevertheless."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    reasons = {
-        f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
-        "pipeline parallel: hidden states go from stage to stage": parallel.pipeline_parallel_size > 1,
-        "data parallel with experts: the other replicas would have to run as well": (
-            parallel.data_parallel_size > 1 and getattr(parallel, "is_moe_model", None) is not False
-        ),
-        "vLLM-Ascend: its attention takes metadata of its own, which is not made here": is_npu(vllm_config),
-        "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
-        "experts are balanced by what a step ran": getattr(parallel, "enable_eplb", False),
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "LoRA: which rows use which adapter is known for the step's own rows only": vllm_config.lora_config is not None,
-        "an encoder-decoder model": model.is_encoder_decoder,
-        "a model that also takes images or sound": model.is_multimodal_model,
-        "prompts given as embeddings": getattr(model, "enable_prompt_embeds", False),
-        "a model that answers nothing": getattr(model, "runner_type", "generate") != "generate",
-        "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+    is_set = {
+        Scope.CACHES: {
+            f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
+            "vLLM-Ascend: its attention takes metadata of its own, which is not made here": is_npu(vllm_config),
+            "prefill context parallel": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "decode context parallel": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "an encoder-decoder model": model.is_encoder_decoder,
+            "a model that answers nothing": getattr(model, "runner_type", "generate") != "generate",
+        },
+        Scope.ATTENTION: {
+            "pipeline parallel: hidden states go from stage to stage": parallel.pipeline_parallel_size > 1,
+            "data parallel with experts: the other replicas would have to run as well": (
+                parallel.data_parallel_size > 1 and getattr(parallel, "is_moe_model", None) is not False
+            ),
+            "experts are balanced by what a step ran": getattr(parallel, "enable_eplb", False),
+            "a model that also takes images or sound": model.is_multimodal_model,
+            "prompts given as embeddings": getattr(model, "enable_prompt_embeds", False),
+            "kv_sharing_fast_prefill": getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False),
+        },
+        Scope.MODEL: {
+            "speculative decoding": vllm_config.speculative_config is not None,
+            "LoRA: which rows use which adapter is known for the step's own rows only": (
+                vllm_config.lora_config is not None
+            ),
+        },
     }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
+    return {reason: scope for scope, reasons in is_set.items() for reason, holds in reasons.items() if holds}
 
 
 class Forward(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,14 +13,48 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kvmosaic.integrations.vllm.operations import RepairedRun
-from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, Scope
+from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.integrations.vllm.worker.layouts.ascend import is_ascend
 from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
+from kvmosaic.integrations.vllm.worker.trial.attention_trial import AttentionTrial
+from kvmosaic.integrations.vllm.worker.trial.caches import cache_trouble, clear
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial, RecordedCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions, trial_tokens
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
+from kvmosaic.integrations.vllm.worker.trial.units import units
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartCheck:
+    """What was tested at startup, and what was found."""
+
+    tested: str
+    trouble: str
+    """Why moved chunks would differ from what the model computes; empty: they do not."""
+
+
+def check_at_start(places: KVLayout, nested: ExtraForward | str, scope: Scope, max_length: int) -> StartCheck:
+    """Tests as much of a worker's share of the model as may be called before the first request.
+
+    Args:
+        places: the worker's layers.
+        nested: the extra forward, or why there is none.
+        scope: what may be called.
+        max_length: of a prompt.
+    """
+    reason = nested if isinstance(nested, str) else ""
+    if not isinstance(nested, str):
+        if scope >= Scope.MODEL:
+            return StartCheck("every layer, and the model as a whole", check(places, nested))
+        try:
+            return StartCheck("the attention of every layer", check_attention(places, nested))
+        except Exception as error:  # a module that is called otherwise
+            reason = f"{type(error).__name__}: {error}"[:400]
+    _log.warning("kvmosaic: only caches and rotary embeddings were tested at startup, not attention: %s", reason)
+    return StartCheck("caches and rotary embeddings", check_caches(places, max_length))
 
 
 @torch.inference_mode()
@@ -29,33 +64,70 @@ def check(places: KVLayout, nested: ExtraForward) -> str:
     Runs before any request is served: its blocks are unused, and it zeroes them afterwards. Every worker runs the same
     forwards whatever it finds, so that workers that compute together stay in sync.
     """
-    length = min([nested.max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)])
-    num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
-    last = length - min(HEAD_TOKENS, num_tokens) - 1
-    if num_tokens < 4 or last < 1:
-        return f"prompts of at most {nested.max_length} tokens are too short for the check at start"
-    plan = TrialPlan.of(
-        trial_tokens(nested.model_config, num_tokens),
-        far_positions(last),
-        block_size=places.block_size,
-        num_blocks=min(places.num_blocks, nested.num_blocks),
-        max_runs=min(nested.max_runs, nested.max_tokens // HEAD_TOKENS),
-    )
+    plan = _plan(places, nested)
     if isinstance(plan, str):
         return plan
     try:
-        found = ModelTrial(places, nested, plan).trouble()
-        _clear(places, plan.blocks)
+        with nested.at_start():
+            found = ModelTrial(places, nested, plan).trouble()
+        clear(places, plan.blocks)
         return found
     except Exception as error:  # vLLM must start, without composing, whatever its parts raise
         return f"the check at start failed: {type(error).__name__}: {error}"[:400]
 
 
 @torch.inference_mode()
+def check_attention(places: KVLayout, nested: ExtraForward) -> str:
+    """The part of the check that calls no more than attention modules, one at a time.
+
+    Raises:
+        Exception: whatever such a module raises if it cannot be called alone; nothing is known then.
+    """
+    plan = _plan(places, nested)
+    if isinstance(plan, str):
+        return plan
+    try:
+        with nested.at_start():
+            return AttentionTrial(places, nested, plan).trouble()
+    finally:
+        clear(places, plan.blocks)
+
+
+def _plan(places: KVLayout, nested: ExtraForward) -> TrialPlan | str:
+    length = min([nested.max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)])
+    num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
+    last = length - min(HEAD_TOKENS, num_tokens) - 1
+    if num_tokens < 4 or last < 1:
+        return f"prompts of at most {nested.max_length} tokens are too short for the check at start"
+    return TrialPlan.of(
+        trial_tokens(nested.model_config, num_tokens),
+        far_positions(last),
+        block_size=places.block_size,
+        num_blocks=min(places.num_blocks, nested.num_blocks),
+        max_runs=min(nested.max_runs, nested.max_tokens // HEAD_TOKENS),
+    )
+
+
+@torch.inference_mode()
+def check_caches(places: KVLayout, max_length: int) -> str:
+    """The part of the check without a forward: moves in the caches, and rotary embeddings called directly."""
+    lengths = [max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)]
+    position = max(0, min(lengths) - places.block_size - 2)
+    try:
+        if found := cache_trouble(places, min(position, FAR)):
+            return found
+    except Exception as error:  # vLLM must start, without composing, whatever its parts raise
+        return f"the check at start failed: {type(error).__name__}: {error}"[:400]
+    return check_rotations(places, max_length)
+
+
+@torch.inference_mode()
 def check_rotations(places: KVLayout, max_length: int) -> str:
-    """The part of the check without a forward: every rotary embedding is called directly."""
+    """Calls every rotary embedding directly, near and far."""
     turnings = {place.rotation: place for place in places.layers if place.rotation is not None}
     for rotation, place in turnings.items():
+        if is_ascend(place.layer):  # it rotates by angles that its runner looked up before, whatever positions it gets
+            continue
         last = min(max_length, rotation.num_positions) - HEAD_TOKENS - 1
         try:
             found = direct_trouble(place, far_positions(last))
@@ -67,14 +139,8 @@ def check_rotations(places: KVLayout, max_length: int) -> str:
     return ""
 
 
-def _clear(places: KVLayout, blocks: tuple[int, ...]) -> None:
-    """Zeroes blocks, as vLLM's own allocation does."""
-    slots = places.slots(blocks, 0, len(blocks) * places.block_size).to(places.device)
-    for place in places.layers:
-        keys, values = place.layout.read(slots)
-        place.layout.write(slots, torch.zeros_like(keys), None if values is None else torch.zeros_like(values))
-
-
+FAR = 1000
+"""Max position to which keys are moved without a forward."""
 NOISE = 4.0
 """Max error of the model's hidden states, in multiples of the noise of one rounding before every layer."""
 
@@ -91,7 +157,7 @@ class ModelTrial:
         self._places, self._nested, self._plan = places, nested, plan
         self._recorder = AttentionRecorder(places.layers)
         self._trial = LayerTrial(places, nested, plan, self._recorder)
-        self._units = _units(places)
+        self._units = units(places)
         self._open: dict[str, RecordedCall] = {}
         """Calls in progress, by the attention layer in them."""
         self._found: dict[str, str] = {}
@@ -196,21 +262,3 @@ def _add_noise(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> 
 
     args, kwargs = tree_map(noisy, (args, kwargs))
     return args, kwargs
-
-
-def _units(places: KVLayout) -> dict[nn.Module, tuple[str, ...]]:
-    """The modules around each attention layer, from the model's decoder layer down to its direct parent."""
-    modules = dict(places.root.named_modules())
-    names = {id(module): name for name, module in modules.items()}
-    found: dict[nn.Module, list[str]] = {}
-    for place in places.layers:
-        for module in _around(place, modules, names):
-            found.setdefault(module, []).append(place.name)
-    return {module: tuple(inside) for module, inside in found.items()}
-
-
-def _around(place: LayerPlace, modules: dict[str, nn.Module], names: dict[int, str]) -> Sequence[nn.Module]:
-    parts = names.get(id(place.layer), "").split(".")
-    above = [modules[".".join(parts[:end])] for end in range(1, len(parts))]
-    lists = [number for number, module in enumerate(above) if isinstance(module, nn.ModuleList)]
-    return [module for module in above[lists[0] + 1 :] if not isinstance(module, nn.ModuleList)] if lists else []

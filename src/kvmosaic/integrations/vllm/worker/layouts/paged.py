@@ -187,16 +187,21 @@ class LatentLayout:
 
 def _confirm(layer_name: str, layer: Any, kv_cache: Tensor) -> None:
     """Checks with a small cache that the layer writes numbers where this layout reads them."""
-    update = getattr(layer.impl, "do_kv_cache_update", None)
-    if update is None:
+    if getattr(layer.impl, "do_kv_cache_update", None) is None:
         return
     trial = stand_in(kv_cache, 0)
     layout = LatentLayout(trial.squeeze(1) if trial.dim() == 4 else trial)
     slots = torch.arange(layout.num_slots, device=trial.device).flip(0)
     rows = numbered(len(slots), 1, layout.key_size, like=trial)
-    latent, rotary = rows[:, 0, : layer.kv_lora_rank].contiguous(), rows[..., layer.kv_lora_rank :].contiguous()
-    update(latent, rotary, trial, slots, layer.kv_cache_dtype, getattr(layer, "_k_scale", None))
+    write_rows(layer, trial, slots, rows)
     if not torch.equal(layout.read(slots)[0], rows):
         raise NotMovable(
             f"{layer_name}: the rows that {layer.attn_backend.get_name()} wrote are not found in its cache"
         )
+
+
+def write_rows(layer: Any, kv_cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Writes rows [T, 1, C] into a latent cache by the kernel of the layer's backend."""
+    latent, rotary = rows[:, 0, : layer.kv_lora_rank].contiguous(), rows[..., layer.kv_lora_rank :].contiguous()
+    scale = getattr(layer, "_k_scale", None)
+    layer.impl.do_kv_cache_update(latent, rotary, kv_cache, slots, layer.kv_cache_dtype, scale)

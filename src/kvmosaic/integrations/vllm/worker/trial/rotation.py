@@ -122,17 +122,14 @@ def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
     """
     rotation, num_tokens = place.rotation, 8
     assert rotation is not None
-    rotary: Any = rotation.rotary
-    size = int(getattr(rotary, "head_size", 0)) or rotation.rotary_dim
+    size = _embedded_size(rotation)
     bare = replace(rotation, first=size - rotation.rotary_dim if rotation.first else 0)
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(num_tokens, size, generator=generator).to(rotation.table.device, rotation.dtype)
-    shape = (num_tokens, 1, size) if place.layout.is_latent else (num_tokens, size)
     seen = {}
     for position in positions:
         at = torch.arange(position, position + num_tokens, device=given.device)
-        query, key = rotary(at, given.clone().view(shape), given.clone().flip(0).contiguous().view(shape))
-        seen[position] = query.view(num_tokens, -1, size), key.view(num_tokens, -1, size)
+        seen[position] = _embedded(place, at, given, given.flip(0).contiguous())
     most = allowed(rotation.dtype)
     for position in positions[1:]:
         for name, still, wanted in zip(("queries", "keys"), seen[positions[0]], seen[position], strict=True):
@@ -140,6 +137,33 @@ def direct_trouble(place: LayerPlace, positions: tuple[int, ...]) -> str:
             if not far <= most:
                 return misunderstood(name, positions[0], position, far, most)
     return ""
+
+
+def rotated_directly(place: LayerPlace, keys: Tensor, position: int) -> Tensor:
+    """[T, G, D] keys of consecutive tokens, rotated from `position` on by the layer's rotary embedding."""
+    rotation, keys = place.rotation, keys.clone()
+    assert rotation is not None
+    size, (num_tokens, num_heads, _) = _embedded_size(rotation), keys.shape
+    part = keys[..., keys.shape[-1] - size :] if rotation.first else keys[..., :size]
+    rows = part.reshape(num_tokens * num_heads, size).to(rotation.dtype)
+    at = torch.arange(position, position + num_tokens, device=keys.device).repeat_interleave(num_heads)
+    part.copy_(_embedded(place, at, torch.zeros_like(rows), rows)[1].view(part.shape))
+    return keys
+
+
+def _embedded_size(rotation: KeyRotation) -> int:
+    """Size of the vectors that a rotary embedding takes."""
+    return int(getattr(rotation.rotary, "head_size", 0)) or rotation.rotary_dim
+
+
+def _embedded(place: LayerPlace, at: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer's rotary embedding gives for queries and keys [T, size] of one head: [T, 1, size] each."""
+    assert place.rotation is not None
+    rotary: Any = place.rotation.rotary
+    num_tokens, size = keys.shape
+    shape = (num_tokens, 1, size) if place.layout.is_latent else (num_tokens, size)
+    query, key = rotary(at, queries.clone().view(shape), keys.clone().view(shape))
+    return query.view(num_tokens, -1, size), key.view(num_tokens, -1, size)
 
 
 def misunderstood(name: str, old: int, new: int, far: float, most: float) -> str:

@@ -1,0 +1,165 @@
+"""Composed prompts of a running vLLM, compared with ordinary ones and with a dense forward of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.dense_reference import DenseReference, distance
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
+from kvmosaic.layout import Layout, Span, repaired
+from kvmosaic.prompt import Segment, SegmentKind
+
+_NOISE = 4.0
+"""Max difference of log-probabilities, as a multiple of the model's own noise."""
+_MEAN_NOISE = 2.0
+"""The same for the root mean square over many tokens."""
+_MIN_DISTANCE = 1e-3
+"""Difference that is allowed however small the noise is."""
+_MAX_NOISE = 1.0
+"""Max noise of a model of transformers that computes the same as vLLM's."""
+_ANSWER_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check."""
+
+    what: str
+    compared_with: str
+    found: str
+    allowed: str
+    passed: bool
+
+
+class Engine(Protocol):
+    """What is asked of vLLM here."""
+
+    config: Any
+    block_size: int
+
+    def answer(
+        self, token_ids: Sequence[int], composition: Composition | None = None, *, max_tokens: int = 1, **prompt: Any
+    ) -> Any:
+        """The output for a prompt, greedy, with some log-probabilities."""
+
+
+class ComposedCheck:
+    """Prompts of a system text, two documents and a question, in all ways in which vLLM can compose them here."""
+
+    def __init__(self, engine: Engine, tokens: Callable[[int], Sequence[int]], reference: DenseReference | str) -> None:
+        """Takes the engine, tokens of ordinary text, and the reference or why there is none."""
+        size = engine.block_size
+        lengths = (size // 2 + 3, size + 11, size // 2 + 5, 9)
+        text = iter(tokens(sum(lengths)))
+        self._system, self._first, self._second, self._question = (
+            [next(text) for _ in range(length)] for length in lengths
+        )
+        self._engine, self._reference = engine, reference
+        self._floor = max(1e-3, 16 * torch.finfo(engine.config.model_config.dtype).eps)
+
+    def findings(self, *, can_repair: bool, can_shift: bool) -> list[CheckResult]:
+        """The results; without a reference, whether prompts are composed at all."""
+        found, allowed = self._ordinary()
+        results = [self._one_document(), found]
+        prompt = [*self._system, *self._second, *self._first, *self._question]
+        for what, composition in self._kinds(can_repair=can_repair, can_shift=can_shift).items():
+            output = self._engine.answer(prompt, composition, max_tokens=_ANSWER_TOKENS)
+            report = (output.kv_transfer_params or {}).get(FIELD) or {}
+            said = "no report" if not report else report.get("bypass") or "composed"
+            if said != "composed" or allowed is None:
+                results.append(CheckResult(what, "", said, "composed", said == "composed"))
+            else:
+                results.append(self._compared(what, prompt, composition, output, allowed))
+        return results
+
+    def _kinds(self, *, can_repair: bool, can_shift: bool) -> dict[str, Composition]:
+        system, first, second = len(self._system), len(self._first), len(self._second)
+        both = Composition(system=system, chunks=(second, first))
+        kinds = {"two documents, one moved": both}
+        if can_shift:
+            kinds["two documents at shared positions"] = replace(both, position_strategy="shared")
+        if can_repair:
+            kinds["two documents, their first 8 tokens repaired"] = replace(both, repair=8)
+            kinds["two documents, text before and between them"] = replace(
+                both, system=system - 2, chunks=(second - 3, first), texts=(2, 3)
+            )
+        return kinds
+
+    def _compared(
+        self, what: str, prompt: Sequence[int], composition: Composition, output: Any, allowed: float
+    ) -> CheckResult:
+        """Compares an answer with a dense forward over the same layout."""
+        layout = composition.layout([*prompt, *output.outputs[0].token_ids[:-1]])
+        chosen = {index: range(number) for index, number in num_repaired(layout, composition.repair).items()}
+        difference = self._distance(repaired(layout, chosen), output)
+        ordinary = self._distance(_ordinary([*prompt, *output.outputs[0].token_ids[:-1]]), output)
+        compared_with = f"a dense forward of the same layout (of an ordinary prompt: {ordinary:.2g})"
+        return CheckResult(what, compared_with, f"{difference:.2g}", f"{allowed:.2g}", difference <= allowed)
+
+    def _ordinary(self) -> tuple[CheckResult, float | None]:
+        """The noise of ordinary prompts, and the limit of composed ones that follows; None: nothing to compare with."""
+        what, compared_with = "three ordinary prompts", "a dense forward of transformers"
+        if isinstance(self._reference, str):
+            return CheckResult(what, compared_with, f"not compared: {self._reference}", "", True), None
+        noise = 0.0
+        for number, documents in enumerate((self._first, [*self._second, *self._first], self._second)):
+            prompt = [*self._system, *documents, *self._question]
+            output = self._engine.answer(prompt, max_tokens=_ANSWER_TOKENS, cache_salt=f"ordinary {number}")
+            layout = _ordinary([*prompt, *output.outputs[0].token_ids[:-1]])
+            noise = max(noise, self._distance(layout, output))
+        if not noise <= _MAX_NOISE:
+            found = f"{noise:.2g}: not the same model, so nothing below is compared with it"
+            return CheckResult(what, compared_with, found, "", True), None
+        return CheckResult(
+            what, compared_with, f"{noise:.2g}", f"{_MAX_NOISE:.2g}", True
+        ), _MEAN_NOISE * noise + _MIN_DISTANCE
+
+    def _distance(self, layout: Layout, output: Any) -> float:
+        assert isinstance(self._reference, DenseReference)
+        steps = [{token: each.logprob for token, each in step.items()} for step in output.outputs[0].logprobs]
+        return distance(self._reference.logprobs(layout, len(steps)), steps)
+
+    def _one_document(self) -> CheckResult:
+        """Compares the likeliest next tokens of a composed prompt with those of the same tokens as an ordinary prompt.
+
+        The limit is the model's own noise: the difference between two ordinary ways to compute the prompt, in one
+        prefill and with its beginning in the prefix cache.
+        """
+        prompt = [*self._system, *self._first, *self._question]
+        alone = Composition(system=len(self._system), chunks=(len(self._first),))
+        composed = self._engine.answer(prompt, alone, cache_salt="composed")
+        plain = self._engine.answer(prompt, cache_salt="at once")
+        self._engine.answer(prompt[: self._engine.block_size + 1], cache_salt="in parts")
+        noise = _apart(self._engine.answer(prompt, cache_salt="in parts"), plain)
+        allowed, difference = _NOISE * noise + self._floor, _apart(composed, plain)
+        compared_with = f"an ordinary prompt (its own noise: {noise:.2g})"
+        return CheckResult("one document", compared_with, f"{difference:.2g}", f"{allowed:.2g}", difference <= allowed)
+
+
+def load_reference(model_config: Any, num_parameters: int) -> DenseReference | str:
+    """The reference of a model, or why there is none."""
+    try:
+        return DenseReference.load(model_config, num_parameters)
+    except InvalidConfig as error:
+        return str(error)
+
+
+def _ordinary(token_ids: Sequence[int]) -> Layout:
+    return Layout((Span(Segment(SegmentKind.QUESTION, tuple(token_ids)), 0),))
+
+
+def _apart(one: Any, other: Any) -> float:
+    """The largest difference of the log-probabilities in both; infinite if most are of different tokens."""
+    first, second = (
+        {token: found.logprob for token, found in output.outputs[0].logprobs[0].items()} for output in (one, other)
+    )
+    shared = first.keys() & second.keys()
+    if 2 * len(shared) < len(second):
+        return float("inf")
+    return max((abs(first[token] - second[token]) for token in shared), default=float("inf"))
