@@ -26,6 +26,7 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     rewritten,
 )
 from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
+from kvmosaic.integrations.vllm.front.engine_outputs import shelve_reports
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.refused_routes import REFUSING, check_no_documents
 from kvmosaic.integrations.vllm.front.served_model import find_model
@@ -93,6 +94,7 @@ class ComposedDocuments:
         if self._renderer is None:
             model = find_model(scope["app"].state)
             self._renderer = Renderer(model, self.settings, self.documents)
+            shelve_reports(scope["app"].state)
         return self._renderer
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -199,7 +201,7 @@ class _Exchange:
 
 
 def take_report(request_id: str) -> Report | None:
-    """Takes the report of a composed request whose answer does not carry it.
+    """Takes the report of a composed request.
 
     Inside the engine a prompt of /v1/completions is called `cmpl-7-0`, and the first of several answers `0_chatcmpl-7`.
     """

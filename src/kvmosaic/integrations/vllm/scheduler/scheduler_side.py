@@ -12,11 +12,13 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Move, Operations, RepairedRun, ShiftedTokens, WorkerFacts
+from kvmosaic.integrations.vllm.report import ComposedReport
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, recomputed_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
+from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
@@ -69,6 +71,7 @@ class SchedulerSide:
         self._step = 0
         self._num_asked = 0
         self.tally = ReportCounters()
+        self._sender = ReportSender()
         self._store: BlockStore | None = None
 
     @property
@@ -126,7 +129,7 @@ class SchedulerSide:
         if composed.bypass is None:
             self._take_apart(composed)
         if composed.bypass is not None:
-            self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
+            self.tally.bypassed(composed.bypass.code)
         else:
             self._rehash(composed, ComposedHasher(composition, layout, self._block_size, self._digest))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
@@ -145,9 +148,13 @@ class SchedulerSide:
         if composed is None:
             return None
         self._end_retry(composed)
+        self._sender.forget(request.request_id)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
-        return {FIELD: report_of(composed, trained_positions(self._config.model_config)).to_json()}
+        return {FIELD: self._report_of(composed).to_json()}
+
+    def _report_of(self, composed: ComposedRequest) -> ComposedReport:
+        return report_of(composed, trained_positions(self._config.model_config))
 
     def _chunk_finished(self, name: Any, loaded: LoadedChunk | None) -> None:
         for request_id in self._waiters.pop(name, ()):
@@ -229,7 +236,7 @@ class SchedulerSide:
         self._end_retry(composed)
         self._rehash(composed, composed.ordinary_hasher)
         composed.num_cached = 0
-        self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
+        self.tally.bypassed(bypass.code)
 
     def _end_retry(self, composed: ComposedRequest) -> None:
         if self._retrying == composed.request.request_id:
@@ -292,12 +299,12 @@ class SchedulerSide:
         if request.request_id in self._chunks:
             self._chunks.on_alloc(request, blocks, num_external)
         composed = self._requests.get(request.request_id)
-        if composed is None or composed.bypass is not None:
+        if composed is None:
+            return
+        self._tell(composed)
+        if composed.bypass is not None:
             return
         self._end_retry(composed)
-        if not composed.is_told:
-            composed.is_told = True
-            self.tally.composed(report_of(composed), request.request_id)
         own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
         if not num_external:
             return
@@ -317,6 +324,15 @@ class SchedulerSide:
             )
         composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
         self._admitted.append(request.request_id)
+
+    def _tell(self, composed: ComposedRequest) -> None:
+        if composed.is_told:
+            return
+        composed.is_told = True
+        report = self._report_of(composed)
+        if composed.bypass is None:
+            self.tally.composed(report)
+        self._sender.send(composed.request, report.to_json())
 
     def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
@@ -346,6 +362,7 @@ class SchedulerSide:
         if self.tiering is not None:
             self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()
+        self._sender.remove_delivered()
         self._step += 1
         self.tally.moved(sum(move.num_tokens for move in done.moves))
         self.tally.chunk_prompts(self._num_asked, len(self._chunks))
