@@ -58,6 +58,14 @@ def test_what_the_user_gives_is_not_given_again(own: list[str]) -> None:
     assert sum(argument.replace("_", "-").startswith(name) for argument in arguments) == given
 
 
+def test_a_front_end_without_middleware_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    assert shown("m")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(InvalidConfig, match="runs no middleware"):
+        serving(["m"], {})
+
+
 def test_our_choices_become_variables() -> None:
     assert shown("m", "--repair", "first(16)", "--position-strategy", "shared", "--preamble", "all")[:3] == [
         "KVMOSAIC_POSITION_STRATEGY=shared", "KVMOSAIC_PREAMBLE=all", "KVMOSAIC_REPAIR=first(16)",

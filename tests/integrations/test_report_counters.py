@@ -10,7 +10,6 @@ from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport, Repo
 from kvmosaic.integrations.vllm.report_counters import (
     FAMILIES,
     MAX_REASONS,
-    MAX_REPORTS,
     ReportCounters,
     merged,
     summary,
@@ -29,7 +28,7 @@ def totals(data: dict) -> dict[str, float]:
 
 def test_a_composed_request_is_counted_by_chunks_and_by_tokens() -> None:
     tally = ReportCounters()
-    tally.composed(REPORT, "a")
+    tally.composed(REPORT)
     data = tally.take()
     assert data is not None
     assert totals(data) == {
@@ -38,7 +37,6 @@ def test_a_composed_request_is_counted_by_chunks_and_by_tokens() -> None:
         **{"chunk_tokens[computed]": 4 + 3 + 3 + 2, "chunk_tokens[moved]": 5 + 2},
     }
     assert json.loads(json.dumps(data)) == data
-    assert list(data["reports"]) == ["a"]
 
 
 def test_chunks_of_a_prompt_that_was_composed_before_are_not_repaired_again() -> None:
@@ -66,16 +64,6 @@ def test_reasons_cannot_grow_without_end() -> None:
     assert sum(reasons.values()) == 3 * MAX_REASONS
 
 
-def test_reports_that_nobody_takes_do_not_pile_up() -> None:
-    tally = ReportCounters()
-    for number in range(MAX_REPORTS + 10):
-        tally.bypassed("windows", ComposedReport(LAYOUT, SHAPE.repair, bypass="the model has windows"), str(number))
-    data = tally.take()
-    assert data is not None
-    assert list(data["reports"]) == [str(number) for number in range(10, MAX_REPORTS + 10)]
-    assert len(merged(data, {"reports": {"last": {}}})["reports"]) == MAX_REPORTS
-
-
 payloads = st.lists(st.sampled_from(["composed", "bypassed", "moved", "chunk_prompts"]), max_size=6)
 
 
@@ -83,7 +71,7 @@ def filled(what: list[str]) -> dict:
     tally = ReportCounters()
     for name in what:
         {
-            "composed": lambda: tally.composed(REPORT, "a"),
+            "composed": lambda: tally.composed(REPORT),
             "bypassed": lambda: tally.bypassed("windows"),
             "moved": lambda: tally.moved(64, 0.5),
             "chunk_prompts": lambda: tally.chunk_prompts(2, 1),

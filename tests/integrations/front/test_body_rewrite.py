@@ -357,6 +357,23 @@ def test_variables_of_the_template_are_those_of_vllm_and_of_the_request() -> Non
     assert not text(add_generation_prompt=False).endswith("assistant\nsad")
 
 
+def test_efforts_are_those_of_the_servers_map() -> None:
+    template = CHATML + "{{ reasoning_effort }}{{ enable_thinking }}"
+    front = renderer(template, template_variables={"enable_thinking": False}, efforts={"low": "none", "high": "max"})
+
+    def text(route: Any, **body: Any) -> str:
+        found = rewrite(front, route, documents=["x"], **body)
+        assert found is not None
+        return str(front.model.tokenizer.decode(found["kv_transfer_params"]["prompt_token_ids"]))
+
+    for effort, ending in [("low", "noneFalse"), ("high", "maxTrue"), ("medium", "mediumTrue")]:
+        assert text("chat", messages=MESSAGES, reasoning_effort=effort).endswith(ending)
+        assert text("response", input="Where?", reasoning={"effort": effort}).endswith(ending)
+    assert text("chat", messages=MESSAGES).endswith("False")
+    own = {"enable_thinking": True}
+    assert text("chat", messages=MESSAGES, reasoning_effort="low", chat_template_kwargs=own).endswith("noneTrue")
+
+
 def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": [1]}'}}
     messages = [

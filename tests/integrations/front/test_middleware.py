@@ -72,6 +72,20 @@ def test_the_last_chunk_of_a_stream_has_the_report(number: int, options: Any) ->
         assert chunks[-1]["usage"]["prompt_tokens_details"]["composed_tokens"] == 9
 
 
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_a_report_in_a_newer_vllms_chunks_is_told_once_and_not_raw(number: int, options: Any) -> None:
+    chunks = events(App(has_own_chunks=True).client(), CHAT, **DOCUMENTED, n=number, stream_options=options)
+    assert [chunk.get("kvmosaic") for chunk in chunks] == [None] * (len(chunks) - 1) + [REPORT]
+    assert "kv_transfer_params" not in json.dumps(chunks)
+
+
+def test_an_answer_that_carries_its_report_leaves_none_on_the_shelf() -> None:
+    SHELF.put("cmpl-7-0123abcd", REPORT)
+    assert App().client().post(CHAT, json=DOCUMENTED).json()["kvmosaic"] == REPORT
+    assert SHELF.take("cmpl-7") is None
+
+
 def test_a_report_that_comes_late_has_a_chunk_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -78,6 +78,26 @@ def test_the_text_is_what_vllm_itself_would_write(tokenizer: Any) -> None:
     assert tokenizer.decode(body["kv_transfer_params"]["prompt_token_ids"]) == text
 
 
+@pytest.mark.parametrize("effort", [None, "none", "high"])
+@pytest.mark.parametrize("given", [None, {"enable_thinking": True}, {"reasoning_effort": "own"}])
+@pytest.mark.parametrize("defaults", [{}, {"enable_thinking": False, "reasoning_effort": "mine"}])
+def test_variables_are_what_vllm_itself_would_set(tokenizer: Any, effort: Any, given: Any, defaults: Any) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    asked = {"messages": MESSAGES, "reasoning_effort": effort, "chat_template_kwargs": given}
+    showing = copy.copy(tokenizer)
+    showing.chat_template = tokenizer.chat_template + "[{{ reasoning_effort }} {{ enable_thinking }}]"
+    params = ChatCompletionRequest.model_validate(asked).build_chat_params(None, "auto").with_defaults(defaults)
+    theirs = {name: params.chat_template_kwargs.get(name) for name in ("reasoning_effort", "enable_thinking")}
+    shown = " ".join("" if value is None else str(value) for value in theirs.values())
+    model = ServedModel(showing, len(showing), 4096, template_variables=defaults)
+    front = Renderer(model, FrontSettings(), DocumentStore())
+    prompt = front.chat({**asked, "documents": DOCUMENTS})
+    assert prompt is not None
+    token_ids = [token for segment in prompt.segments for token in segment.token_ids]
+    assert showing.decode(token_ids).endswith(f"[{shown}]")
+
+
 def test_tools_are_shown_as_vllm_shows_them() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
@@ -92,7 +112,9 @@ def test_the_model_is_found_where_vllm_keeps_it(tokenizer: Any) -> None:
     door.renderer = SimpleNamespace(tokenizer=tokenizer)
     door.model_config = SimpleNamespace(get_vocab_size=lambda: 10, max_model_len=20)
     door.chat_template, door.default_chat_template_kwargs = "{{ x }}", {"a": 1}
+    door.reasoning_effort_map = {"high": "max"}  # of vLLM 0.33
     model = find_model(SimpleNamespace(online_renderer=door))
     assert model.takes_chat_tokens
     assert (model.vocab_size, model.max_positions, model.chat_template) == (10, 20, "{{ x }}")
     assert model.tokenizer is not tokenizer and model.template_variables == {"a": 1}
+    assert model.efforts == {"high": "max"}

@@ -53,9 +53,12 @@ class App:
         report: Any = REPORT,
         is_older: bool = False,
         paths: Sequence[str] = (),
+        has_own_chunks: bool = False,
     ) -> None:
         self.bodies: list[bytes] = []
         self.report = report
+        self._has_own_chunks = has_own_chunks
+        """Whether the last chunk of each choice has the report, as from vLLM 0.33 on."""
         self.refusal = ""
         answers = [f"/v1/{name}" for name in ("chat/completions", "completions", "responses")]
         self.app = Starlette(
@@ -111,14 +114,15 @@ class App:
         for index in range(number):
             yield _event(head, [{"index": index, "delta": {"content": '"finish_reason":"'}, "finish_reason": None}])
         for index in range(number):
-            yield _event(head, [{"index": index, "delta": {}, "finish_reason": "stop"}])
+            own = {"kv_transfer_params": {"kvmosaic": self.report}} if self._has_own_chunks else {}
+            yield _event(head, [{"index": index, "delta": {}, "finish_reason": "stop"}], **own)
         if (body.get("stream_options") or {}).get("include_usage"):
             yield _event({**head, "usage": {"prompt_tokens": 18}}, [])
         yield "data: [DONE]\n\n"
 
 
-def _event(head: dict[str, Any], choices: list[Any]) -> str:
-    return f"data: {json.dumps({**head, 'choices': choices}, separators=(',', ':'))}\n\n"
+def _event(head: dict[str, Any], choices: list[Any], **own: Any) -> str:
+    return f"data: {json.dumps({**head, 'choices': choices, **own}, separators=(',', ':'))}\n\n"
 
 
 def _is_allowed(request: Request) -> bool:

@@ -1,12 +1,10 @@
-"""What the front end of an engine shows of the plugin: its /metrics, and its shelf of reports."""
+"""What the front end of an engine shows of the plugin on its /metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from prometheus_client import REGISTRY
-
-from kvmosaic.integrations.vllm.report import SHELF
 
 
 def shown(engine: Any) -> dict[str, float]:
@@ -18,8 +16,3 @@ def shown(engine: Any) -> dict[str, float]:
                 own = [value for label, value in sample.labels.items() if label not in ("model_name", "engine")]
                 found[f"{sample.name}[{own[0]}]" if own else sample.name] = sample.value
     return found
-
-
-def taken(engine: Any, request_id: str) -> dict[str, Any] | None:
-    """The report of a request; a second time there is none."""
-    return SHELF.take(request_id)

@@ -16,6 +16,8 @@ import httpx
 
 from support.vllm.forking import CONNECTOR, OPTIONS, PATIENCE_SECONDS, Fork
 
+COMPOSING = ("--middleware=kvmosaic.integrations.vllm.ComposedDocuments",)
+"""The flag of the front end, which tests of token ids do without."""
 _STEP_SECONDS = 0.2
 
 
@@ -39,10 +41,15 @@ class ForkedServer(Fork):
         place = {"uds": self.path} if port is None else {"host": "127.0.0.1", "port": port}
         more = {"served-model-name": "small", **place, "tensor-parallel-size": tensor_parallel_size}
         said = [*server_arguments(model, plugin=plugin, **more), *arguments]
-        super().__init__(lambda end: serve(said), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})})
-        transport = httpx.HTTPTransport(uds=str(self.path)) if port is None else None
-        self.http = httpx.Client(transport=transport, base_url=self.url, timeout=PATIENCE_SECONDS)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "KVMOSAIC_DOCUMENTS_DIR": "none", **(environment or {})}
+        super().__init__(lambda end: serve(said), variables)
+        self.http = self.client()
         self._wait()
+
+    def client(self) -> httpx.Client:
+        """A client with connections of its own."""
+        transport = httpx.HTTPTransport(uds=str(self.path)) if self.port is None else None
+        return httpx.Client(transport=transport, base_url=self.url, timeout=PATIENCE_SECONDS)
 
     def complete(self, token_ids: list[int], **fields: Any) -> dict[str, Any]:
         """A reply of /v1/completions, greedy unless told otherwise."""
@@ -90,14 +97,20 @@ def server_arguments(model: Path, *, plugin: bool = True, **more: Any) -> list[s
 def serve(arguments: list[str]) -> None:
     """What `vllm serve` does, but that processes are forked where it would start them anew."""
     import uvloop
+    from vllm.entrypoints.cli.serve import run_multi_api_server
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-    from vllm.v1.engine import utils
+    from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    for module in (utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    forking = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: forking
+    for module in (utils, multiproc_executor, coordinator):
+        module.get_mp_context = lambda: forking
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(parsed)
-    uvloop.run(entry.run_server(parsed))
+    if (parsed.api_server_count or 1) > 1:
+        run_multi_api_server(parsed)
+    else:
+        uvloop.run(entry.run_server(parsed))

@@ -7,7 +7,8 @@
     connector.py    scheduler side and worker side as one vLLM connector
     plugin.py       entry point that vLLM loads at startup
 
-vLLM is not patched: connector, middleware and entry point are vLLM's own extension points.
+Connector, middleware and entry point are vLLM's own extension points. Only reports have none on their way to an answer:
+the middleware wraps one method of the engine's client (`front/engine_outputs.py`).
 """
 
 from __future__ import annotations

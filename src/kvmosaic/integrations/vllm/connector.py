@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport, Operations, WorkerFacts
-from kvmosaic.integrations.vllm.report import SHELF
 from kvmosaic.integrations.vllm.report_counters import BY_NAME, FAMILIES, LABEL_VALUES, ReportCounters, merged, summary
 from kvmosaic.integrations.vllm.scheduler.scheduler_side import SchedulerSide
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
@@ -50,7 +49,7 @@ class ComposingStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not self.data.get("counts") and not self.data.get("reports")
+        return not self.data.get("counts")
 
 
 class ComposingPromMetrics(KVConnectorPromMetrics):
@@ -68,7 +67,7 @@ class ComposingPromMetrics(KVConnectorPromMetrics):
                     metric.labels(*engine, *filter(None, (value,)))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds the counts of a step, and stores its reports for the answers of this process."""
+        """Adds the counts of a step."""
         engine = self._engines[engine_idx]
         for name, values in transfer_stats_data.get("counts", {}).items():
             if (family := BY_NAME.get(name)) is None:
@@ -79,8 +78,6 @@ class ComposingPromMetrics(KVConnectorPromMetrics):
                     series.set(number)
                 else:
                     series.inc(number)
-        for request_id, report in transfer_stats_data.get("reports", {}).items():
-            SHELF.put(request_id, report)
 
 
 @cache

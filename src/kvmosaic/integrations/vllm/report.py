@@ -1,4 +1,4 @@
-"""Reuse reports of composed requests: built by vLLM's scheduler, and shelved until another process answers."""
+"""Reuse reports of composed requests: built by vLLM's scheduler, and shelved until the API server answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kvmosaic.layout import Layout, Span, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
+HEADER = "kvmosaic-report"
+"""Name of a report among the trace headers of an output."""
 MAX_REPORTS = 4096
 MAX_SEGMENTS = 65_536
 """Segments of all kept reports; one takes about half a kilobyte."""
@@ -244,4 +246,4 @@ class ReportShelf:
 
 
 SHELF = ReportShelf()
-"""The shelf of this process: vLLM creates the receiver of the reports, and another part answers the requests."""
+"""The shelf of this process: reports arrive with the engine's outputs, and another part answers the requests."""

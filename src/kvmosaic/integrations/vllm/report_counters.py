@@ -23,8 +23,6 @@ from kvmosaic.metrics.own_names import (
 MAX_REASONS = 32
 OTHER = "other"
 """The label of all further reasons, which bounds their number."""
-MAX_REPORTS = 256
-"""max_reports between two steps; older ones are dropped."""
 
 
 def _family(name: str, kind: Kind, meaning: str, *labels: str) -> Family:
@@ -62,25 +60,23 @@ Counts = dict[str, dict[str, float]]
 
 
 class ReportCounters:
-    """Counters, and reports of requests that began, until they are taken.
+    """Counters until they are taken.
 
-        tally.composed(report, request_id); tally.moved(2048, 0.06)
-        tally.take()    {"counts": {"kvmosaic:moved_tokens": {"": 2048}, ...}, "reports": {request_id: {...}}}
+        tally.composed(report); tally.moved(2048, 0.06)
+        tally.take()    {"counts": {"kvmosaic:moved_tokens": {"": 2048}, ...}}
 
     Counting is always safe and never raises.
     """
 
     def __init__(self) -> None:
         self._counts: Counts = {}
-        self._reports: dict[str, dict[str, Any]] = {}
         self._reasons: set[str] = set()
         self._num_running = 0
 
-    def composed(self, report: ComposedReport, request_id: str | None = None) -> None:
-        """Counts a composed request; with its id, the front end can take the report."""
-        told = report.to_json()
+    def composed(self, report: ComposedReport) -> None:
+        """Counts a composed request."""
         self._add(COMPOSED, 1)
-        for row in told["documents"]:
+        for row in report.to_json()["documents"]:
             self._add(CHUNK_TOKENS, row["tokens"] - row["reused_tokens"], "computed")
             self._add(CHUNK_TOKENS, row["reused_tokens"], "moved" if row["distance"] else "reused")
         num_chunks = len(report.chunks)
@@ -94,9 +90,8 @@ class ReportCounters:
             if chunk.source == "cached" and chunk.tier != "device":
                 self._add(CHUNK_LOADS, 1)
                 self._add(CHUNK_LOADED_TOKENS, length)
-        self._keep(request_id, told)
 
-    def bypassed(self, code: str, report: ComposedReport | None = None, request_id: str | None = None) -> None:
+    def bypassed(self, code: str) -> None:
         """Counts a request with documents that is answered as an ordinary prompt; `code` is the reason in one word."""
         if code not in self._reasons:
             if len(self._reasons) < MAX_REASONS:
@@ -104,8 +99,6 @@ class ReportCounters:
             else:
                 code = OTHER
         self._add(BYPASSED, 1, code)
-        if report is not None:
-            self._keep(request_id, report.to_json())
 
     def chunk_prompts(self, num_started: int, num_running: int) -> None:
         """Records started and running internal requests; called after every step."""
@@ -125,10 +118,9 @@ class ReportCounters:
 
     def take(self) -> dict[str, Any] | None:
         """Counts since the last call; None if there are none."""
-        if not self._counts and not self._reports:
+        if not self._counts:
             return None
-        taken = {"counts": self._counts, "reports": self._reports}
-        self._counts, self._reports = {}, {}
+        taken, self._counts = {"counts": self._counts}, {}
         return taken
 
     def _add(self, family: Family, number: float, label: str = "") -> None:
@@ -136,22 +128,15 @@ class ReportCounters:
             values = self._counts.setdefault(family.name, {})
             values[label] = values.get(label, 0) + number
 
-    def _keep(self, request_id: str | None, told: dict[str, Any]) -> None:
-        if request_id is not None:
-            self._reports[request_id] = told
-            if len(self._reports) > MAX_REPORTS:
-                del self._reports[next(iter(self._reports))]
-
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two: counters add up, a gauge takes the later value, and the latest reports stay."""
+    """Merges two: counters add up, and a gauge takes the later value."""
     counts: Counts = {name: dict(values) for name, values in first.get("counts", {}).items()}
     for name, values in second.get("counts", {}).items():
         into = counts.setdefault(name, {})
         for label, number in values.items():
             into[label] = number if _is_gauge(name) else into.get(label, 0) + number
-    reports = {**first.get("reports", {}), **second.get("reports", {})}
-    return {"counts": counts, "reports": dict(list(reports.items())[-MAX_REPORTS:])}
+    return {"counts": counts}
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:

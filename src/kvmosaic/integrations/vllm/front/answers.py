@@ -14,23 +14,29 @@ TakeReport = Callable[[str], Report | None]
 """Returns the report of the request with this id, once; None: there is none (yet)."""
 Message = MutableMapping[str, Any]
 _DONE = b"data: [DONE]"
+_OWN_FIELD = f'"{FIELD}"'.encode()
 _WHOLE_RESPONSES = (b"event: response.completed", b"event: response.incomplete")
 _DETAILS = ("cached_tokens", "composed_tokens", "recomputed_tokens")
 
 
 def with_report(answer: dict[str, Any], take: TakeReport) -> bool:
     """Moves the report out of `kv_transfer_params`, or adds the one that was taken; returns whether there is one."""
-    params = answer.get("kv_transfer_params")
-    report = params.pop(FIELD, None) if isinstance(params, dict) else None
-    if isinstance(params, dict) and not params:
-        answer["kv_transfer_params"] = None
-    if report is None:
-        report = take(str(answer.get("id", "")))
+    taken, own = take(str(answer.get("id", ""))), _own_report(answer)
+    report = taken if own is None else own
     if not isinstance(report, dict):
         return False
     answer[FIELD] = report
     _add_details(answer.get("usage"), report)
     return True
+
+
+def _own_report(answer: dict[str, Any]) -> Any:
+    """Removes the report from `kv_transfer_params`, and returns it."""
+    params = answer.get("kv_transfer_params")
+    report = params.pop(FIELD, None) if isinstance(params, dict) else None
+    if isinstance(params, dict) and not params:
+        answer["kv_transfer_params"] = None
+    return report
 
 
 def _add_details(usage: Any, report: Report) -> None:
@@ -71,7 +77,7 @@ class JSONAnswer:
         with_report(answer, self._take)
         if self._is_elsewhere:
             _as_conversation(answer)
-        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return _json(answer)
 
 
 class StreamAnswer:
@@ -83,7 +89,9 @@ class StreamAnswer:
 
     def __init__(self, start: Message, asked: Rewritten, take: TakeReport) -> None:
         self._start: list[Message] = [start]
-        self._take = take
+        self._take_shelved = take
+        self._own: Any = None
+        """Report of an earlier chunk: vLLM 0.33 has one in the last chunk of each choice."""
         self._num_left = asked.num_choices
         self._includes_usage = asked.includes_usage
         self._is_elsewhere = asked.is_elsewhere
@@ -107,7 +115,13 @@ class StreamAnswer:
         changed = self._changed(event)
         return _as_chunk(changed) if self._is_elsewhere else changed
 
+    def _take(self, request_id: str) -> Report | None:
+        shelved = self._take_shelved(request_id)
+        return self._own if isinstance(self._own, dict) else shelved
+
     def _changed(self, event: bytes) -> bytes:
+        if _OWN_FIELD in event and event.startswith(b"data: {"):
+            event = self._without_own(event)
         if self._is_told:
             return event
         if event.startswith(_DONE):
@@ -124,6 +138,20 @@ class StreamAnswer:
         is_last = is_usage if self._includes_usage else num_ended > 0 and self._num_left <= 0
         return self._with_report(event) if is_last else event
 
+    def _without_own(self, event: bytes) -> bytes:
+        """Removes a report from a chunk; the last one has it in its field."""
+        try:
+            chunk = json.loads(event.removeprefix(b"data: "))
+        except ValueError:
+            return event
+        own = _own_report(chunk)
+        if own is None:
+            return event
+        self._own = own
+        if chunk["kv_transfer_params"] is None:
+            del chunk["kv_transfer_params"]
+        return _data(chunk)
+
     def _with_report(self, event: bytes, field: str | None = None) -> bytes:
         name, _, text = event.partition(b"data: ")
         try:
@@ -134,13 +162,21 @@ class StreamAnswer:
         if not isinstance(answer, dict) or not with_report(answer, self._take):
             return event
         self._is_told = True
-        return name + b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+        return name + _data(chunk)
 
     def _own_chunk(self) -> bytes:
         chunk: dict[str, Any] = {**(self._head or {}), "choices": []}
         if self._head is None or not with_report(chunk, self._take):
             return b""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        return _data(chunk) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _data(chunk: Any) -> bytes:
+    return b"data: " + _json(chunk)
 
 
 def _head_of(event: bytes) -> dict[str, Any] | None:
@@ -178,7 +214,7 @@ def _as_chunk(event: bytes) -> bytes:
         {**_ending(choice), "delta": {"role": "assistant", "content": choice.get("text", "")}}
         for choice in chunk["choices"]
     ]
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    return _data(chunk)
 
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, Any]:

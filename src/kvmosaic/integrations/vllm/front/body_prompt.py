@@ -167,8 +167,10 @@ class Renderer:
         check_variables(self.model.tokenizer, given)
         variables = {**self.model.template_variables, **given}
         if effort is not None:
+            effort = self.model.efforts.get(effort, effort) if isinstance(effort, str) else effort
             variables["reasoning_effort"] = effort
-            variables.setdefault("enable_thinking", effort != "none")
+            if "enable_thinking" not in given:  # that of the server's defaults yields, as in vLLM
+                variables["enable_thinking"] = effort != "none"
         if body.get("add_generation_prompt") is not None:
             variables["add_generation_prompt"] = bool(body["add_generation_prompt"])
         if body.get("continue_final_message"):

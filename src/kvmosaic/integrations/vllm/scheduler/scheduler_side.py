@@ -14,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
+from kvmosaic.integrations.vllm.report import ComposedReport
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.requirement import is_composing_required, require_composing
 from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit, move_in
@@ -32,6 +33,7 @@ from kvmosaic.integrations.vllm.scheduler.in_place import (
     hide_documents,
     show_documents,
 )
+from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,
@@ -96,6 +98,7 @@ class SchedulerSide:
         self._step = 0
         self._num_asked = 0
         self.tally = ReportCounters()
+        self._sender = ReportSender()
         self._store: BlockStore | None = None
 
     @property
@@ -162,7 +165,7 @@ class SchedulerSide:
             in_place = self._is_alone and reads_in_place(request, composition, layout, self._facts)
             self._take_apart(composed, in_place=in_place)
         if composed.bypass is not None:
-            self.tally.bypassed(composed.bypass.code, report_of(composed), request.request_id)
+            self.tally.bypassed(composed.bypass.code)
         else:
             self._rehash(composed, self._hasher(composed))
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
@@ -184,9 +187,13 @@ class SchedulerSide:
             return None
         self._end_retry(composed)
         self.store.unpin(request.request_id)
+        self._sender.forget(request.request_id)
         for waiters in self._waiters.values():
             waiters.discard(request.request_id)
-        return {FIELD: report_of(composed, trained_positions(self._config.model_config)).to_json()}
+        return {FIELD: self._report_of(composed).to_json()}
+
+    def _report_of(self, composed: ComposedRequest) -> ComposedReport:
+        return report_of(composed, trained_positions(self._config.model_config))
 
     def _chunk_finished(self, name: Any, loaded: LoadedChunk | None) -> None:
         for request_id in self._waiters.pop(name, ()):
@@ -288,7 +295,7 @@ class SchedulerSide:
             show_documents(composed.request, composed.whole_prompt)
         self._rehash(composed, composed.ordinary_hasher)
         composed.num_cached = 0
-        self.tally.bypassed(bypass.code, report_of(composed), composed.request.request_id)
+        self.tally.bypassed(bypass.code)
 
     def _end_retry(self, composed: ComposedRequest) -> None:
         if self._retrying == composed.request.request_id:
@@ -393,7 +400,10 @@ class SchedulerSide:
         if request.request_id in self._chunks:
             self._chunks.on_alloc(request, blocks, num_external)
         composed = self._requests.get(request.request_id)
-        if composed is None or composed.bypass is not None:
+        if composed is None:
+            return
+        self._tell(composed)
+        if composed.bypass is not None:
             return
         self._end_retry(composed)
         own = tuple(blocks.get_block_ids()[KV_GROUP])
@@ -423,6 +433,41 @@ class SchedulerSide:
         )
         composed.planned = [
             (replace(piece, stop=piece.start + num_taken), blocks) for piece, blocks in composed.planned if num_taken
+        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
+        if not num_external:
+            return
+        composed.moves, composed.repairs = [], []
+        for piece, held in composed.planned:
+            first, last = piece.start // size, -(-piece.stop // size)
+            composed.moves.append(
+                Move(
+                    source_blocks=tuple(block.block_id for block in held),
+                    source_start=piece.offset % size,
+                    target_blocks=own[first:last],
+                    target_start=piece.start % size,
+                    num_tokens=piece.stop - piece.start,
+                    position=piece.offset,
+                    distance=piece.distance,
+                )
+            )
+        composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
+        self._admitted.append(request.request_id)
+
+    def _tell(self, composed: ComposedRequest) -> None:
+        if composed.is_told:
+            return
+        composed.is_told = True
+        report = self._report_of(composed)
+        if composed.bypass is None:
+            self.tally.composed(report)
+        self._sender.send(composed.request, report.to_json())
+
+    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
+        runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
+        tokens = composed.request.prompt_token_ids
+        return [
+            RepairedRun(blocks[: -(-stop // self._block_size)], start, tuple(tokens[start:stop]), position)
+            for start, stop, position in runs
         ]
         self._admitted[request.request_id] = move_in(composed, own, self._block_size)
         stats = getattr(request, "prefill_stats", None)
@@ -472,6 +517,7 @@ class SchedulerSide:
         if self.tiering is not None:
             self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()
+        self._sender.remove_delivered()
         self._step += 1
         self.tally.moved(sum(move.num_tokens for move in done.moves))
         self.tally.chunk_prompts(self._num_asked, len(self._chunks))
