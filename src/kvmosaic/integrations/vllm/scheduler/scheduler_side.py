@@ -402,22 +402,28 @@ class SchedulerSide:
         composed = self._requests.get(request.request_id)
         if composed is None:
             return
+        own = tuple(blocks.get_block_ids()[KV_GROUP])
+        if composed.bypass is None:
+            self._end_retry(composed)
+            if composed.in_place is None and num_external != composed.num_offered:
+                self._break_off(composed, own, num_external)
         self._tell(composed)
         if composed.bypass is not None:
             return
-        self._end_retry(composed)
-        own = tuple(blocks.get_block_ids()[KV_GROUP])
-        if composed.in_place is None and num_external != composed.num_offered:
-            self._break_off(composed, own, num_external)
-            return
-        if not composed.is_told:
-            composed.is_told = True
-            self.tally.composed(report_of(composed), request.request_id)
         if composed.in_place is not None:
             self._admit_in_place(composed, composed.in_place, own, num_external)
         elif num_external:
             num_cached = composed.composition.end - num_external
             self._admitted[request.request_id] = admit(composed, own, num_cached, self._block_size)
+
+    def _tell(self, composed: ComposedRequest) -> None:
+        if composed.is_told:
+            return
+        composed.is_told = True
+        report = self._report_of(composed)
+        if composed.bypass is None:
+            self.tally.composed(report)
+        self._sender.send(composed.request, report.to_json())
 
     def _admit_in_place(
         self, composed: ComposedRequest, plan: InPlacePlan, own: tuple[int, ...], num_taken: int
@@ -433,41 +439,6 @@ class SchedulerSide:
         )
         composed.planned = [
             (replace(piece, stop=piece.start + num_taken), blocks) for piece, blocks in composed.planned if num_taken
-        own, size = tuple(blocks.get_block_ids()[KV_GROUP]), self._block_size
-        if not num_external:
-            return
-        composed.moves, composed.repairs = [], []
-        for piece, held in composed.planned:
-            first, last = piece.start // size, -(-piece.stop // size)
-            composed.moves.append(
-                Move(
-                    source_blocks=tuple(block.block_id for block in held),
-                    source_start=piece.offset % size,
-                    target_blocks=own[first:last],
-                    target_start=piece.start % size,
-                    num_tokens=piece.stop - piece.start,
-                    position=piece.offset,
-                    distance=piece.distance,
-                )
-            )
-        composed.repairs = self._repairs(composed, own, composed.composition.end - num_external)
-        self._admitted.append(request.request_id)
-
-    def _tell(self, composed: ComposedRequest) -> None:
-        if composed.is_told:
-            return
-        composed.is_told = True
-        report = self._report_of(composed)
-        if composed.bypass is None:
-            self.tally.composed(report)
-        self._sender.send(composed.request, report.to_json())
-
-    def _repairs(self, composed: ComposedRequest, blocks: tuple[int, ...], num_cached: int) -> list[RepairedRun]:
-        runs = recomputed_runs(composed.layout, composed.composition.repair, num_cached)
-        tokens = composed.request.prompt_token_ids
-        return [
-            RepairedRun(blocks[: -(-stop // self._block_size)], start, tuple(tokens[start:stop]), position)
-            for start, stop, position in runs
         ]
         self._admitted[request.request_id] = move_in(composed, own, self._block_size)
         stats = getattr(request, "prefill_stats", None)
