@@ -159,7 +159,8 @@ def test_a_gap_of_a_window_is_refused_before_anything_runs() -> None:
 def test_prompts_of_more_parts_than_sequences_are_read(family: str, strategy: str) -> None:
     engine = llama_engine(model(family), blocks=(600, 600), num_sequences=20)
     chunks = [[number + 3, *range(20, 20 + 2 * WINDOW)] for number in range(12)]
-    for prompt in (Prompt.from_tokens([5], chunks, [9]), Prompt.plain([number % 100 + 3 for number in range(20 * WINDOW)])):
+    plain = Prompt.plain([number % 100 + 3 for number in range(20 * WINDOW)])
+    for prompt in (Prompt.from_tokens([5], chunks, [9]), plain):
         assert difference(engine, prompt, family, position_strategy=strategy) < NEAR
         assert difference(engine, prompt, family, position_strategy=strategy) < NEAR
 
