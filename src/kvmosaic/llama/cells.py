@@ -8,7 +8,8 @@ have the same one. So there are never more cells than slots, and whatever our po
     slot 9 ──▶ cell (home 5, position 0)
 
 Of models with sliding windows, llama.cpp takes a cell that one sequence alone sees for free once it has left the window
-before that sequence's next position, and saves no such cell. So no home, and no moved copy, spans a whole window.
+before that sequence's next position, and saves no such cell. So no home, and no moved copy, spans a whole window, and
+the cells of a view of its own are seen by a second sequence, its guard.
 
 A forward needs a sequence with exactly the cells that its rows see: a *view*, built by tags. Views are kept, since the
 next token of an answer sees the same cells and one more. Cells that are read at another distance are copied and shifted
@@ -24,11 +25,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvmosaic.llama.memory import SequenceMemory
-from kvmosaic.llama.state import SequenceState, gather, joined, pack, parse, relabelled
+from kvmosaic.llama.state import SavedState, SequenceState, gather, joined, pack, parse, relabelled
 from kvmosaic.llama.views import (
     UNLIMITED,
     Home,
     MovedCopy,
+    PendingTag,
     SequenceView,
     SlotRun,
     Target,
@@ -97,7 +99,8 @@ class Cells:
         Args:
             runs: what the rows see.
             target: where their tokens will be written, at most `max_span`; None: nothing will be.
-            may_copy: whether it may have cells of its own, where there is no room for those of all its runs.
+            may_copy: whether it may have cells of its own, where there is no room for those of all its runs. If no
+                other view is taken, there is room for as many as the memory has, less the target's.
 
         Raises:
             NoRoom: other taken views hold what it needs.
@@ -106,7 +109,7 @@ class Cells:
         try:
             return self._ready(self._kept(wanted) or self._tagged(wanted), target)
         except NoRoom:
-            if not may_copy or not wanted or self.max_span != UNLIMITED:
+            if not may_copy or not wanted:
                 raise
         return self._ready(self._copied(wanted), target)
 
@@ -117,7 +120,7 @@ class Cells:
         """
         home = view.home
         assert home is not None and home.sequence is not None, "it was taken with a target"
-        self.memory.tag(view.sequence, home.sequence, position, position + len(slots))
+        self._owe(view, home, position, position + len(slots))
         for number, slot in enumerate(slots, position):
             assert self._homes[slot] is None, "slots are freed before they are written"
             self._homes[slot], self._positions[slot] = home, number
@@ -127,6 +130,25 @@ class Cells:
         view.home, view.num_rows = None, 0
         self._num_rows += len(slots)
         view.runs = self._normal(joined_runs((*view.runs, *(SlotRun(slot, 1) for slot in slots))))
+
+    def _owe(self, view: SequenceView, home: Home, first: int, last: int) -> None:
+        """Notes that a home is to have cells of a view: a tag passes over all cells, one for each token is too many."""
+        if view.owing is not None and view.owing is not home:
+            self._settle(view.owing)
+        if home.pending is not None and (home.pending.view is not view or home.pending.last != first):
+            self._settle(home)
+        if home.pending is not None:
+            first = home.pending.first
+        home.pending, view.owing = PendingTag(view, first, last), home
+        if self.max_span != UNLIMITED:
+            self._settle(home)  # llama.cpp takes cells that one sequence sees
+
+    def _settle(self, home: Home) -> None:
+        """Tags what a home is to have."""
+        if (tag := home.pending) is not None:
+            assert home.sequence is not None
+            self.memory.tag(tag.view.sequence, home.sequence, tag.first, tag.last)
+            home.pending = tag.view.owing = None
 
     def put_back(self, view: SequenceView) -> None:
         """Ends the use of a view; it is kept for rows that see the same."""
@@ -179,7 +201,7 @@ class Cells:
             found.update(((home, position), (state, number)) for number, position in enumerate(state.positions))
         return gather([found[self._home_of(slot), self._positions[slot]] for slot in slots])
 
-    def _saved(self, slots: Sequence[int]) -> bytes:
+    def _saved(self, slots: Sequence[int]) -> SavedState:
         """Saved cells of some slots of one home."""
         view = self.take(SlotRun(slot, 1) for slot in {self._positions[slot]: slot for slot in slots}.values())
         try:
@@ -187,7 +209,7 @@ class Cells:
         finally:
             self.drop(view)
 
-    def load(self, slots: Sequence[int], positions: Sequence[int], state: bytes) -> None:
+    def load(self, slots: Sequence[int], positions: Sequence[int], state: SavedState) -> None:
         """Records saved cells as those of some slots, each at its position; they are written when they are read."""
         self.free(slots)
         order = sorted(range(len(slots)), key=positions.__getitem__)  # as `parse` gives them
@@ -246,7 +268,8 @@ class Cells:
         views = [*self._views.values(), *self._taken]
         copies = [copy for copy in self._moved.values() if copy.sequence is not None]
         used = [*(home.sequence for home in self._stored), *(copy.sequence for copy in copies)]
-        taken = [*used, *(view.sequence for view in views), *self._free]
+        guards = [view.guard for view in views if view.guard is not None]
+        taken = [*used, *(view.sequence for view in views), *guards, *self._free]
         assert sorted(taken) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
         assert self._num_moved == sum(run.num_tokens for run in self._moved) <= self._max_moved
         assert self._num_shared == sum(count - 1 for home in uses for count in home.uses.values())
@@ -328,9 +351,18 @@ class Cells:
         They have the order of their slots, so that the order of documents in a prompt changes nothing.
         """
         runs = sorted(wanted)
-        parts = [parse(state) for state in self._shifted(runs)]
+        state = pack(joined(self._shifted(runs)))
         num_cells = sum(run.num_tokens for run in runs)
-        view = SequenceView(self._load(pack(joined(parts)), num_cells), wanted, num_copied=num_cells)
+        guard = None if self.max_span == UNLIMITED else self._take_sequence()
+        try:
+            sequence = self._load(state, num_cells)
+        except BaseException:
+            if guard is not None:
+                self._drop_sequence(guard)
+            raise
+        if guard is not None:
+            self.memory.tag(sequence, guard, 0, -1)
+        view = SequenceView(sequence, wanted, num_copied=num_cells, guard=guard)
         self._taken.append(view)
         return view
 
@@ -387,6 +419,7 @@ class Cells:
                 self.memory.untag(home.sequence, position, position + 1)
             self._num_cells -= len(home.freed)
             home.freed.clear()
+        self._settle(home)
         self._stored[home] = None
         self._stored.move_to_end(home)
         return home.sequence
@@ -397,7 +430,7 @@ class Cells:
             copy.sequence, copy.saved = self._load(copy.saved, copy.num_cells), b""
         return copy.sequence
 
-    def _load(self, state: bytes, num_cells: int) -> int:
+    def _load(self, state: SavedState, num_cells: int) -> int:
         """Writes saved cells into a sequence of their own."""
         self._make_room_for(num_cells)
         sequence = self._take_sequence()
@@ -414,29 +447,19 @@ class Cells:
         for run, state in zip(runs, self._shifted(runs), strict=True):
             while self._num_moved + run.num_tokens > self._max_moved:
                 self._drop_moved(self._unused_moved())
-            sequence = self._load(state, run.num_tokens)
+            sequence = self._load(pack(state), run.num_tokens)
             self._moved[run] = MovedCopy(run.num_tokens, sequence, read_at=self._num_rows)
             self._num_moved += run.num_tokens
 
-    def _shifted(self, runs: Sequence[SlotRun]) -> list[bytes]:
-        """Saved cells of runs, each moved by its distance and with its label."""
-        found = [self._gathered(run) for run in runs]
+    def _shifted(self, runs: Sequence[SlotRun]) -> list[SequenceState]:
+        """Copies of the cells of runs, each moved by its distance and with its label."""
+        found = [self.read(range(run.first, run.first + run.num_tokens)) for run in runs]
         moved = [number for number, run in enumerate(runs) if run.distance]
         if moved:
             states = self.memory.shifted([(found[number], runs[number].distance) for number in moved])
             for number, state in zip(moved, states, strict=True):
                 found[number] = state
         return [relabelled(state, run.label) if run.label else state for run, state in zip(runs, found, strict=True)]
-
-    def _gathered(self, run: SlotRun) -> bytes:
-        """Saved cells of a run, where they were computed."""
-        gathered = SequenceView(self._take_sequence(), ())
-        self._taken.append(gathered)
-        try:
-            self._show(SlotRun(run.first, run.num_tokens), gathered)
-            return self.memory.save(gathered.sequence)
-        finally:
-            self.drop(gathered)
 
     def _unused_moved(self) -> SlotRun:
         """The least recently used moved copy that no taken view shows."""
@@ -492,7 +515,7 @@ class Cells:
         return [runs for runs, view in self._views.items() if view.num_copied]
 
     def _shown_runs(self) -> set[SlotRun]:
-        return {run for view in self._taken for run in view.runs}
+        return {run for view in self._taken if not view.num_copied for run in view.runs}
 
     def _make_room_for(self, num_cells: int) -> None:
         """Drops kept copies, and moves what was not read for longest to host memory, until so many cells are free."""
@@ -527,7 +550,11 @@ class Cells:
             raise NoRoom
 
     def _forget(self, view: SequenceView) -> None:
+        if view.owing is not None:
+            self._settle(view.owing)
         self._drop_sequence(view.sequence)
+        if view.guard is not None:
+            self._drop_sequence(view.guard)
         self._num_cells -= view.num_copied
 
     def _drop_sequence(self, sequence: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import (
@@ -20,11 +21,9 @@ from ctypes import (
     c_bool,
     c_char_p,
     c_float,
-    c_int8,
     c_int32,
     c_int64,
     c_size_t,
-    c_uint8,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -39,7 +38,9 @@ from kvmosaic.errors import UnsupportedModel
 logger = logging.getLogger("kvmosaic.llama")
 
 INSTALL = "pip install 'kvmosaic[llama]'"
-_LEVELS = {3: logging.INFO, 4: logging.WARNING}
+_ERROR = 4
+"""ggml's level of errors."""
+_LEVELS = {3: logging.INFO, _ERROR: logging.WARNING}
 """Our levels for those of ggml; it warns of what is no fault here."""
 _CELLS_NOTE = "> n_ctx_train"
 """In a warning that there are more cells than positions, as there are with cached documents."""
@@ -50,12 +51,12 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         ("n_tokens", c_int32),
-        ("token", POINTER(c_int32)),
-        ("embd", POINTER(c_float)),
-        ("pos", POINTER(c_int32)),
-        ("n_seq_id", POINTER(c_int32)),
-        ("seq_id", POINTER(POINTER(c_int32))),
-        ("logits", POINTER(c_int8)),
+        ("token", c_void_p),
+        ("embd", c_void_p),
+        ("pos", c_void_p),
+        ("n_seq_id", c_void_p),
+        ("seq_id", c_void_p),
+        ("logits", c_void_p),
     )
 
 
@@ -155,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
+    "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_rope_type": (c_int32, (c_void_p,)),
@@ -169,17 +171,15 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_tokenize": (c_int32, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_free": (None, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
-    "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
-    "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
-    "llama_get_logits": (POINTER(c_float), (c_void_p,)),
+    "llama_get_logits": (c_void_p, (c_void_p,)),
     "llama_memory_can_shift": (c_bool, (c_void_p,)),
     "llama_memory_seq_cp": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_state_seq_get_size": (c_size_t, (c_void_p, c_int32)),
-    "llama_state_seq_get_data": (c_size_t, (c_void_p, POINTER(c_uint8), c_size_t, c_int32)),
-    "llama_state_seq_set_data": (c_size_t, (c_void_p, POINTER(c_uint8), c_size_t, c_int32)),
+    "llama_state_seq_get_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
+    "llama_state_seq_set_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
 }
 """Results and arguments; those of `llama_context_params` are added for each build."""
 
@@ -320,30 +320,41 @@ def _candidates(package: Package) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
-class _Errors(logging.Handler):
-    """Keeps messages, so that an error can say them."""
+class Message(NamedTuple):
+    """What llama.cpp says."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
+    level: int
+    text: str
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    @property
+    def is_error(self) -> bool:
+        """Whether something went wrong."""
+        return self.level >= _ERROR
+
+
+class _Heard(threading.local):
+    """Messages of a thread, while it listens."""
+
+    messages: list[Message] | None = None
+
+
+_heard = _Heard()
 
 
 @contextmanager
-def errors_of_llama() -> Iterator[list[str]]:
-    """What llama.cpp says went wrong, from here on."""
-    errors = _Errors()
-    logger.addHandler(errors)
+def messages_of_llama() -> Iterator[list[Message]]:
+    """What llama.cpp says in this thread, from here on, whether it is logged or not."""
+    _heard.messages = []
     try:
-        yield errors.messages
+        yield _heard.messages
     finally:
-        logger.removeHandler(errors)
+        _heard.messages = None
 
 
 def _write_log(level: int, text: bytes, _: Any) -> None:
     if message := text.decode("utf-8", "replace").strip(" .\n"):
+        if _heard.messages is not None:
+            _heard.messages.append(Message(level, message))
         is_expected = _CELLS_NOTE in message
         logger.log(logging.DEBUG if is_expected else _LEVELS.get(level, logging.DEBUG), "%s", message)
 

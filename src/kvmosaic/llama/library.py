@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
-from kvmosaic.llama.interface import MetadataOverride, bindings, errors_of_llama
-from kvmosaic.llama.state import LayerRows, SequenceState, joined, narrowed, pack, parse, split, widened
+from kvmosaic.llama.interface import Batch, MetadataOverride, bindings, messages_of_llama
+from kvmosaic.llama.state import LayerRows, SavedState, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
+_LAYER_NOTE = re.compile(r"layer\s+\d+ assigned to device .*is_swa = ([01])")
 _ROOM_AROUND = 16
 """For tokens around a text; inside, there are no more tokens than bytes."""
 _SHIFT_CELLS, _SHIFT_SEQUENCES = 1024, 31
@@ -86,9 +88,10 @@ class LlamaFile:
         named = [MetadataOverride(0, key.encode(), value) for key, value in (entries or {}).items()]
         overrides = (MetadataOverride * (len(named) + 1))(*named)  # one with an empty key ends them
         params.kv_overrides = ctypes.addressof(overrides)
-        with errors_of_llama() as errors:
+        with messages_of_llama() as messages:
             self._model = library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
+            errors = [message.text for message in messages if message.is_error]
             reason = errors[0].rpartition("error loading model: ")[2] if errors else "it does not say why"
             raise UnsupportedModel(
                 f"llama.cpp cannot load {path}: {reason:.300}; give another file, or take engine='transformers', which "
@@ -107,6 +110,9 @@ class LlamaFile:
         self.has_encoder = bool(library.llama_model_has_encoder(self._model))
         self.window: int = library.llama_model_n_swa(self._model)
         self.rope_type: int = library.llama_model_rope_type(self._model)
+        said = [found for message in messages if (found := _LAYER_NOTE.search(message.text))]
+        self.window_layers = tuple(found[1] == "1" for found in said[: library.llama_model_n_layer(self._model)])
+        """Whether each layer has a sliding window, as llama.cpp says when it loads them."""
         self.shift_faults = NO_FAULTS
         self.architecture, _, size_and_type = _text(library.llama_model_desc, self._model).partition(" ")
         self.weight_type = size_and_type.partition(" ")[2].removeprefix("(guessed) ")
@@ -179,6 +185,34 @@ class LlamaFile:
         )
 
 
+class _Batch:
+    """A `llama_batch` of at most so many rows, each of one sequence."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._tokens, self._positions, self._sequences = (np.zeros(max_rows, np.int32) for _ in range(3))
+        self._counts = np.ones(max_rows, np.int32)
+        self._has_logits = np.zeros(max_rows, np.int8)
+        first = self._sequences.ctypes.data
+        self._pointers = np.arange(first, first + 4 * max_rows, 4, dtype=np.uintp)
+        arrays = (self._tokens, self._positions, self._counts, self._pointers, self._has_logits)
+        token, pos, n_seq_id, seq_id, logits = (array.ctypes.data for array in arrays)
+        self._batch = Batch(0, token, None, pos, n_seq_id, seq_id, logits)
+
+    def filled(self, groups: Sequence[Rows]) -> Batch:
+        """The batch with these rows, until it is filled again."""
+        row = 0
+        for rows in groups:
+            last = row + len(rows.token_ids)
+            self._tokens[row:last] = rows.token_ids
+            self._positions[row:last] = np.arange(rows.position, rows.position + last - row)
+            self._sequences[row:last] = rows.sequence
+            self._has_logits[row:last] = False
+            self._has_logits[last - rows.num_logits : last] = True
+            row = last
+        self._batch.n_tokens = row
+        return self._batch
+
+
 class LlamaContext:
     """A context: forwards, and the memory of its sequences (a `SequenceMemory`)."""
 
@@ -188,7 +222,7 @@ class LlamaContext:
         self._library = bindings()
         self._context: Any = context
         self._memory = self._library.llama_get_memory(context)
-        self._batch = self._library.llama_batch_init(max_rows, 0, 1)
+        self._batch = _Batch(max_rows)
         self._vocab_size = vocab_size
         self._open_shifter = open_shifter
         self._shifter: Shifter | None = None
@@ -201,7 +235,6 @@ class LlamaContext:
             self._shifter.close()
             self._shifter = None
         if self._context is not None:
-            self._library.llama_batch_free(self._batch)
             self._library.llama_free(self._context)
             self._context = None
 
@@ -213,36 +246,26 @@ class LlamaContext:
             padding: number of further rows, whose cells are free again afterwards.
 
         Returns:
-            [R, V] logits in float32, of the requested rows in order.
+            [R, V] logits in float32, of the requested rows in order; llama.cpp's own, until the next forward.
 
         Raises:
             ModelError: llama.cpp failed; none of the rows' cells exist.
         """
-        batch, row, num_logits = self._batch, 0, 0
-        spare = Rows([0] * padding, 0, self.num_sequences)
-        for rows in (*groups, spare):
-            first_logit = len(rows.token_ids) - rows.num_logits
-            for number, token in enumerate(rows.token_ids):
-                batch.token[row] = token
-                batch.pos[row] = rows.position + number
-                batch.n_seq_id[row] = 1
-                batch.seq_id[row][0] = rows.sequence
-                batch.logits[row] = number >= first_logit
-                row += 1
-            num_logits += rows.num_logits
-        batch.n_tokens = row
+        spare = (Rows([0] * padding, 0, self.num_sequences),) if padding else ()
+        batch = self._batch.filled((*groups, *spare))
         code = self._library.llama_decode(self._context, batch)
         if padding:
-            self.untag(spare.sequence)
+            self.untag(self.num_sequences)
         if code:
             for rows in groups:
                 self.untag(rows.sequence, rows.position)
-            raise ModelError(f"llama.cpp failed with code {code} in a forward of {row} tokens")
+            raise ModelError(f"llama.cpp failed with code {code} in a forward of {batch.n_tokens} tokens")
+        num_logits = sum(rows.num_logits for rows in groups)
         if not num_logits:
             return torch.empty(0, self._vocab_size)
-        logits = self._library.llama_get_logits(self._context)
-        found = np.ctypeslib.as_array(logits, shape=(num_logits, self._vocab_size))
-        return torch.from_numpy(found.copy())
+        numbers = ctypes.c_float * (num_logits * self._vocab_size)
+        found = numbers.from_address(self._library.llama_get_logits(self._context))
+        return torch.frombuffer(found, dtype=torch.float32).view(num_logits, self._vocab_size)
 
     def tag(self, source: int, target: int, first: int, last: int) -> None:
         """See `SequenceMemory`."""
@@ -252,7 +275,7 @@ class LlamaContext:
         """See `SequenceMemory`."""
         self._library.llama_memory_seq_rm(self._memory, sequence, first, last)
 
-    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """See `SequenceMemory`. A small context does it: one in which any cell moves rotates all that it has."""
         if self._shifter is None:
             self._shifter = self._open_shifter()
@@ -268,21 +291,20 @@ class LlamaContext:
         if distance:
             self._library.llama_memory_seq_add(self._memory, sequence, 0, -1, distance)
 
-    def save(self, sequence: int) -> bytes:
+    def save(self, sequence: int) -> bytearray:
         """See `SequenceMemory`."""
         if self._context is None:
             raise EngineStopped("the context of llama.cpp is closed")
         size = self._library.llama_state_seq_get_size(self._context, sequence)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self._library.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        state = bytearray(size)
+        written = self._library.llama_state_seq_get_data(self._context, _address(state), size, sequence)
         if written != size:
             raise ModelError(f"llama.cpp saved {written} of {size} bytes of a sequence")
-        return bytes(buffer)
+        return state
 
-    def load(self, sequence: int, state: bytes) -> None:
+    def load(self, sequence: int, state: SavedState) -> None:
         """See `SequenceMemory`."""
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        read = self._library.llama_state_seq_set_data(self._context, buffer, len(state), sequence)
+        read = self._library.llama_state_seq_set_data(self._context, _address(state), len(state), sequence)
         if read != len(state):
             raise ModelError(f"llama.cpp loaded {read} of {len(state)} bytes of a sequence")
 
@@ -309,12 +331,12 @@ class Shifter:
         """Frees its context."""
         self._context.close()
 
-    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """Each saved sequence moved by its distance."""
         parts = [
             (number, part, distance)
             for number, (state, distance) in enumerate(states)
-            for part in split(parse(state) if self._kind is None else widened(parse(state)), _SHIFT_CELLS)
+            for part in split(state if self._kind is None else widened(state), _SHIFT_CELLS)
         ]
         found: list[list[SequenceState]] = [[] for _ in states]
         while parts:
@@ -327,9 +349,9 @@ class Shifter:
             for (number, part, _), state in zip(batch, moved, strict=True):
                 found[number].append(self._faults.mended(parse(state), part))
         whole = [joined(each) for each in found]
-        return [pack(state if self._kind is None else narrowed(state, self._kind)) for state in whole]
+        return [state if self._kind is None else narrowed(state, self._kind) for state in whole]
 
-    def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytearray]:
         context = self._context
         try:
             for sequence, (state, distance) in enumerate(states, 1):
@@ -340,6 +362,10 @@ class Shifter:
         finally:
             for sequence in range(len(states) + 1):
                 context.untag(sequence)
+
+
+def _address(state: SavedState) -> int:
+    return np.frombuffer(state, np.uint8).ctypes.data
 
 
 def _text(function: Any, *arguments: Any) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockCopy
-from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.library import LlamaContext, Rows
@@ -22,7 +21,7 @@ from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
-from kvmosaic.llama.tiles import TILE, TILED_TYPES, RowCost, num_padding
+from kvmosaic.llama.tiles import TILE, TILED_TYPES, num_padding, row_cost
 from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target
 from kvmosaic.model.runner import SpanRows
 
@@ -108,16 +107,23 @@ class LlamaRunner:
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
             pool: LlamaStorage(
-                self._cells, self._lock, model.layers, self._offsets[pool], num_blocks[pool], block_size, template
+                self._cells,
+                self._lock,
+                model.layers,
+                self._offsets[pool],
+                num_blocks[pool],
+                block_size,
+                template,
+                model.file.window_layers,
             )
             for pool in num_blocks
         }
         self._is_tiled = model.cache_type in TILED_TYPES and not model.file.is_on_gpu and max_rows >= TILE
         per_token = sum(layer.flops_per_pair // 2 for layer in model.layers)
-        self._row_cost = RowCost(model.num_parameters, per_token)
+        self._row_cost = row_cost(model.num_parameters, model.weight_type, per_token)
         self.is_asleep = False
         requests = num_blocks["request"] * block_size
-        self.max_chunk_tokens = None if max_cells is None else max_cells - requests
+        self.max_chunk_tokens = self._num_cells - _SPARE_CELLS - requests
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the context; the cells of these blocks move to host memory."""
@@ -150,7 +156,10 @@ class LlamaRunner:
                 self._cells.copy(source, target, self._block_size)
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
-        """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`."""
+        """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`.
+
+        The logits may be llama.cpp's own, which the next forward overwrites.
+        """
         with self._lock:
             self.copy(copies)
             groups = [group for span in spans for group in self._groups(span)]
@@ -172,12 +181,16 @@ class LlamaRunner:
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[list[int], Tensor]]:
-        """Runs groups; gives the logits of each forward, and the number of each row's group."""
+    def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Tensor]]:
+        """Runs groups; returns the number of each row's group, and the logits, of each forward."""
+        found: list[tuple[list[int], Tensor]] = []
         for level in _levels(groups):
             waiting = list(reversed(level))
             while waiting:
-                yield self._forward(self._fill(waiting))
+                if found:  # the next forward overwrites them
+                    found[-1] = (found[-1][0], found[-1][1].clone())
+                found.append(self._forward(self._fill(waiting)))
+        return found
 
     def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
         """Takes groups from the end of a list, as many as one forward has rows and sequences for."""
@@ -191,12 +204,8 @@ class LlamaRunner:
             try:
                 view = self._cells.take(self._continuous(group), group.target, may_copy=not taken)
             except NoRoom:
-                if taken:
-                    break
-                raise ModelError(
-                    f"a prompt reads {sum(run.num_tokens for run in group.runs):,} cached tokens, more than the "
-                    f"{self._num_cells:,} cells of llama.cpp hold at once; send fewer documents"
-                ) from None
+                assert taken, "the tokens of a prompt fit: more than `max_chunk_tokens` are refused when it arrives"
+                break
             waiting.pop()
             taken.append((group, view))
             room -= len(group.token_ids)

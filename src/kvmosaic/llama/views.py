@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvmosaic.llama.state import SavedState
+
 UNLIMITED = 1 << 31
 """More than any span."""
 
@@ -37,6 +39,14 @@ class Target(NamedTuple):
     """The slot of the token before, if it belongs to the same span."""
 
 
+class PendingTag(NamedTuple):
+    """Positions [first, last) of a view whose cells are still to be those of a home, too."""
+
+    view: SequenceView
+    first: int
+    last: int
+
+
 @dataclass(eq=False, slots=True)
 class Home:
     """Cells that a range of positions names. While `sequence` is None, they are in `saved`, in host memory."""
@@ -44,11 +54,13 @@ class Home:
     sequence: int | None
     uses: dict[int, int] = field(default_factory=dict)
     """Number of slots of each position's cell."""
-    saved: bytes = b""
+    saved: SavedState = b""
     freed: list[int] = field(default_factory=list)
     """Positions of saved cells that were freed since."""
     read_at: int = 0
     """Number of rows that had been computed when it was last read."""
+    pending: PendingTag | None = None
+    """Cells that only the view has through which they were written."""
 
     @property
     def num_cells(self) -> int:
@@ -62,7 +74,7 @@ class MovedCopy:
 
     num_cells: int
     sequence: int | None
-    saved: bytes = b""
+    saved: SavedState = b""
     read_at: int = 0
 
 
@@ -79,8 +91,12 @@ class SequenceView:
     """Of the tokens that will be written through it."""
     num_rows: int = 0
     """How many these are."""
+    owing: Home | None = None
+    """The home with a pending tag of this view."""
     num_copied: int = 0
     """Cells of its own."""
+    guard: int | None = None
+    """A second sequence with these cells, where llama.cpp takes those of one for free once a window has passed them."""
     read_at: int = 0
     """Number of rows that had been computed when it was last taken."""
 
