@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
+import re
 from dataclasses import replace
 
 import pytest
-from support.vllm import neighbours
+from support.vllm import metering, neighbours
 from support.vllm.asking import compose, difference, documents
 from support.vllm.neighbours import OFFLOADING, SPEAKING, beside, other
+from support.vllm.serving import ForkedServer
 
 CLOSE = 1e-4
 SYSTEM, *LIBRARY, QUESTION = documents(90, 50, 83, 64, 131, 70, 21)
@@ -86,15 +90,22 @@ def test_preempted_prompts_say_the_same_beside_it(vllm_engine):
         assert difference(answer, vllm_engine("llama").ask(ask)) < CLOSE
 
 
-def test_statistics_of_other_processes_find_our_connector():
-    """A MultiConnector names them by the class."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from kvmosaic.integrations.vllm.connector import ComposingConnector
-    from kvmosaic.integrations.vllm.plugin import register
-
-    register()
-    assert KVConnectorFactory.get_connector_class_by_name(ComposingConnector.__name__) is ComposingConnector
+def test_a_server_counts_and_logs_beside_it(vllm_model, caplog):
+    """Its engine is another process, whose counts a MultiConnector finds by the class of the connector."""
+    config = f"--kv-transfer-config={json.dumps(beside(OFFLOADING))}"
+    with caplog.at_level(logging.INFO, logger="vllm"):  # vLLM's default, at which it logs the counts
+        server = ForkedServer(vllm_model("llama"), config, plugin=False, environment={"VLLM_LOGGING_LEVEL": "INFO"})
+    try:
+        for order in ([0, 1], [1, 0]):
+            ask = compose(SYSTEM, [LIBRARY[index] for index in order], QUESTION)
+            assert ask.composition is not None
+            reply = server.complete(list(ask.token_ids), kv_transfer_params=ask.composition.to_params())
+            assert not reply["kv_transfer_params"]["kvmosaic"]["bypass"]
+        metrics = server.http.get("/metrics").text
+        counted = re.findall(r"^kvmosaic:composed_requests_total\{.*\} ([0-9.]+)$", metrics, re.MULTILINE)
+        assert [float(number) for number in counted] == [2.0]
+    finally:
+        server.stop()
 
 
 def test_a_crowd_in_little_room_says_what_each_says_alone_beside_it(vllm_engine):
@@ -112,3 +123,11 @@ def test_a_crowd_in_little_room_says_what_each_says_alone_beside_it(vllm_engine)
     for ask, answer in zip(asks, answers, strict=True):
         expected = vllm_engine("llama").ask(ask if answer.is_composed else ask.plain)
         assert len(answer.tokens) == ask.max_tokens and difference(answer, expected) < CLOSE
+
+
+def test_reports_and_counts_reach_the_front_end_beside_it(vllm_engine):
+    engine = vllm_engine("llama", kv_transfer_config=beside(OFFLOADING), disable_log_stats=False)
+    ask = compose(SYSTEM, LIBRARY[:2], QUESTION)
+    (answer,) = engine.play([ask], [0], [None])
+    assert engine.call(metering.taken, request_id="played-0") == answer.report
+    assert engine.call(metering.shown)["kvmosaic:composed_requests_total"] > 0
