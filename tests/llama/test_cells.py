@@ -9,7 +9,7 @@ import pytest
 
 from kvmosaic.llama import cells
 from kvmosaic.llama.cells import Cells, NoRoom
-from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack, parse
+from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack, parse, relabelled
 from kvmosaic.llama.views import UNLIMITED, SlotRun, Target
 
 NUM_SLOTS = 24
@@ -33,7 +33,7 @@ class WrittenOutMemory:
         last = max((place for _, place, seen in self.cells if sequence in seen), default=position - 1)
         assert last == position - 1, "positions of a sequence have no gaps at their end"
         for number, content in enumerate(contents):
-            self._add(content, position + number, sequence)
+            self._add(sequence, [(position + number, content)])
 
     def seen(self, sequence: int) -> list[tuple[int, int]]:
         """Position and content of what a sequence sees."""
@@ -63,23 +63,17 @@ class WrittenOutMemory:
         assert not self.seen(sequence)
         (memory,) = parse(state).memories
         contents = memory.keys[0].rows.copy().view(np.int32).flatten().tolist()
-        for position, content in zip(memory.positions.tolist(), contents, strict=True):
-            self._add(content, position, sequence)
+        self._add(sequence, list(zip(memory.positions.tolist(), contents, strict=True)))
 
-    def shifted(self, states: list[tuple[bytes, int]]) -> list[bytes]:
-        found = []
-        for state, distance in states:
-            parsed = parse(state)
-            (memory,) = parsed.memories
-            moved = MemoryState(memory.positions + np.int32(distance), memory.keys, memory.values)
-            found.append(pack(SequenceState(parsed.header, (moved,))))
-        return found
+    def shifted(self, states: list[tuple[SequenceState, int]]) -> list[SequenceState]:
+        return [relabelled(state, distance) for state, distance in states]
 
-    def _add(self, content: int, position: int, sequence: int) -> None:
+    def _add(self, sequence: int, cells: list[tuple[int, int]]) -> None:
+        """Takes what is free, for cells that are written at once."""
         last = {one: max(at for _, at, seen in self.cells if one in seen) for _, _, seen in self.cells for one in seen}
         self.cells = [cell for cell in self.cells if len(cell[2]) > 1 or last[min(cell[2])] + 1 - cell[1] < self.window]
-        assert len(self.cells) < self.num_cells, "our pools never let the memory overflow"
-        self.cells.append((content, position, {sequence}))
+        self.cells.extend((content, position, {sequence}) for position, content in cells)
+        assert len(self.cells) <= self.num_cells, "our pools never let the memory overflow"
 
 
 class Twin:
@@ -106,6 +100,8 @@ class Twin:
             view = self.cells.take(runs, Target(range(position, position + len(slots)), after), may_copy=self.may_copy)
         except NoRoom:
             self.cells.check_invariants()
+            num_cells = sum(run.num_tokens for run in runs) + len(slots)
+            assert not self.may_copy or num_cells > self.memory.num_cells, "what fits has room"
             return
         expected = sorted(
             (self.slots[slot][0] + run.distance + run.label, self.slots[slot][1])

@@ -154,12 +154,15 @@ def test_a_gap_of_a_window_is_refused_before_anything_runs() -> None:
                 engine.add_request(prompt, params(), position_strategy="absolute")
 
 
-def test_more_parts_than_sequences_are_refused_before_anything_runs() -> None:
-    engine = llama_engine(model("gemma3"), blocks=(600, 600), num_sequences=255)
-    chunks = [[number % 100 + 3, *range(20, 20 + 2 * WINDOW)] for number in range(83)]
-    with pytest.raises(InvalidPrompt, match=r"with windows of 8 tokens they take 250 sequences .* which has 247 for"):
-        engine.add_request(Prompt.from_tokens([5], chunks, [9]), params(), position_strategy="shared")
-    assert difference(engine, Prompt.from_tokens([5], chunks[1:], [9]), "gemma3", position_strategy="shared") < NEAR
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_prompts_of_more_parts_than_sequences_are_read(family: str, strategy: str) -> None:
+    engine = llama_engine(model(family), blocks=(600, 600), num_sequences=20)
+    chunks = [[number + 3, *range(20, 20 + 2 * WINDOW)] for number in range(12)]
+    plain = Prompt.plain([number % 100 + 3 for number in range(20 * WINDOW)])
+    for prompt in (Prompt.from_tokens([5], chunks, [9]), plain):
+        assert difference(engine, prompt, family, position_strategy=strategy) < NEAR
+        assert difference(engine, prompt, family, position_strategy=strategy) < NEAR
 
 
 def test_order_of_documents_changes_no_bit_with_windows() -> None:

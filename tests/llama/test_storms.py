@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from engine.test_edits_storm import prompts_of_edits
 from engine.test_offloader_attacks import MEBIBYTE, Truth, flat, prompts, storm, with_tiers
-from support.engine_conformance import ask, params
+from llama.test_families import WINDOWED, model, some_prompt
+from support.engine_conformance import Reference, ask, params, run
+from support.gguf_families import family_model
 from support.llama_engine import llama_engine, llama_reader
 from support.tiers import TroubledTier
 
 from kvmosaic.engine import Engine
+from kvmosaic.engine.request import Request
+from kvmosaic.errors import RequestTooLarge
 from kvmosaic.llama import cells
 from kvmosaic.prompt import Prompt
 
@@ -76,3 +81,43 @@ def test_no_storm_makes_a_wrong_chunk_or_leaks_anything(seed: int) -> None:
         offloader = with_tiers(engine, host, disk, staged=chance.choice([1, 20_000, MEBIBYTE]))
         storm(engine, offloader, truth, asked, chance, (host, disk))
     assert host.entries or disk.entries
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_storm_of_windows_finds_no_room(family: str, seed: int) -> None:
+    """Few cells, and fewer sequences than one prompt has windows: whatever is admitted is answered, and right."""
+    chance, reference = random.Random(seed), Reference(family_model(family), 0.05)
+    engine = llama_engine(
+        model(family),
+        blocks=(60, 60),
+        max_moved=(64, 240)[seed % 2],
+        max_cells=400,
+        num_sequences=(5, 8, 16)[seed],
+        max_rows=chance.choice([5, 64]),
+        engine_options={"max_num_batched_tokens": chance.choice([4, 64]), "max_num_seqs": chance.choice([3, 8])},
+    )
+    asked: list[tuple[Request, Prompt, dict[str, Any]]] = []
+    while len(asked) < 14 or not all(request.is_finished for request, *_ in asked):
+        if len(asked) < 14 and chance.random() < 0.5:
+            kind = chance.choice(["plain", "preamble", "glue", "absolute"])
+            strategy = "absolute" if kind == "absolute" else chance.choice(["shared", "sequential"])
+            context = "system" if kind == "absolute" else chance.choice(["system", "system", "none"])
+            placing = {"position_strategy": strategy, "chunk_context": context}
+            prompt, tokens = some_prompt(chance, kind), chance.choice([3, 20])
+            asked.append((engine.add_request(prompt, params(tokens), **placing), prompt, placing))
+        engine.step()
+    for request, prompt, placing in asked:
+        assert request.error is None
+        reference.check(engine, prompt, request.output(), **placing)
+    engine.check_invariants()
+
+
+def test_a_prompt_of_more_tokens_than_cells_is_refused_alone() -> None:
+    engine = llama_engine(model("gemma3"), blocks=(60, 60), max_cells=300, num_sequences=8)
+    document = list(range(20, 60))
+    request = engine.add_request(Prompt.from_tokens([5], [document], [9]), params(8))
+    with pytest.raises(RequestTooLarge, match="have 80 tokens, and this engine reads at most 60 cached tokens"):
+        engine.add_request(Prompt.from_tokens([5], [document, document], [9]), params(1))
+    run(engine, [request])
+    assert request.error is None

@@ -8,7 +8,8 @@ have the same one. So there are never more cells than slots, and whatever our po
     slot 9 ──▶ cell (home 5, position 0)
 
 Of models with sliding windows, llama.cpp takes a cell that one sequence alone sees for free once it has left the window
-before that sequence's next position, and saves no such cell. So no home, and no moved copy, spans a whole window.
+before that sequence's next position, and saves no such cell. So no home, and no moved copy, spans a whole window, and
+the cells of a view of its own are seen by a second sequence, its guard.
 
 A forward needs a sequence with exactly the cells that its rows see: a *view*, built by tags. Views are kept, since the
 next token of an answer sees the same cells and one more. Cells that are read at another distance are copied and shifted
@@ -97,7 +98,8 @@ class Cells:
         Args:
             runs: what the rows see.
             target: where their tokens will be written, at most `max_span`; None: nothing will be.
-            may_copy: whether it may have cells of its own, where there is no room for those of all its runs.
+            may_copy: whether it may have cells of its own, where there is no room for those of all its runs. If no
+                other view is taken, there is room for as many as the memory has, less the target's.
 
         Raises:
             NoRoom: other taken views hold what it needs.
@@ -106,7 +108,7 @@ class Cells:
         try:
             return self._ready(self._kept(wanted) or self._tagged(wanted), target)
         except NoRoom:
-            if not may_copy or not wanted or self.max_span != UNLIMITED:
+            if not may_copy or not wanted:
                 raise
         return self._ready(self._copied(wanted), target)
 
@@ -246,7 +248,8 @@ class Cells:
         views = [*self._views.values(), *self._taken]
         copies = [copy for copy in self._moved.values() if copy.sequence is not None]
         used = [*(home.sequence for home in self._stored), *(copy.sequence for copy in copies)]
-        taken = [*used, *(view.sequence for view in views), *self._free]
+        guards = [view.guard for view in views if view.guard is not None]
+        taken = [*used, *(view.sequence for view in views), *guards, *self._free]
         assert sorted(taken) == list(range(self.memory.num_sequences))  # type: ignore[type-var]
         assert self._num_moved == sum(run.num_tokens for run in self._moved) <= self._max_moved
         assert self._num_shared == sum(count - 1 for home in uses for count in home.uses.values())
@@ -328,9 +331,18 @@ class Cells:
         They have the order of their slots, so that the order of documents in a prompt changes nothing.
         """
         runs = sorted(wanted)
-        parts = [parse(state) for state in self._shifted(runs)]
+        state = pack(joined(self._shifted(runs)))
         num_cells = sum(run.num_tokens for run in runs)
-        view = SequenceView(self._load(pack(joined(parts)), num_cells), wanted, num_copied=num_cells)
+        guard = None if self.max_span == UNLIMITED else self._take_sequence()
+        try:
+            sequence = self._load(state, num_cells)
+        except BaseException:
+            if guard is not None:
+                self._drop_sequence(guard)
+            raise
+        if guard is not None:
+            self.memory.tag(sequence, guard, 0, -1)
+        view = SequenceView(sequence, wanted, num_copied=num_cells, guard=guard)
         self._taken.append(view)
         return view
 
@@ -414,29 +426,19 @@ class Cells:
         for run, state in zip(runs, self._shifted(runs), strict=True):
             while self._num_moved + run.num_tokens > self._max_moved:
                 self._drop_moved(self._unused_moved())
-            sequence = self._load(state, run.num_tokens)
+            sequence = self._load(pack(state), run.num_tokens)
             self._moved[run] = MovedCopy(run.num_tokens, sequence, read_at=self._num_rows)
             self._num_moved += run.num_tokens
 
-    def _shifted(self, runs: Sequence[SlotRun]) -> list[bytes]:
-        """Saved cells of runs, each moved by its distance and with its label."""
-        found = [self._gathered(run) for run in runs]
+    def _shifted(self, runs: Sequence[SlotRun]) -> list[SequenceState]:
+        """Copies of the cells of runs, each moved by its distance and with its label."""
+        found = [self.read(range(run.first, run.first + run.num_tokens)) for run in runs]
         moved = [number for number, run in enumerate(runs) if run.distance]
         if moved:
             states = self.memory.shifted([(found[number], runs[number].distance) for number in moved])
             for number, state in zip(moved, states, strict=True):
                 found[number] = state
         return [relabelled(state, run.label) if run.label else state for run, state in zip(runs, found, strict=True)]
-
-    def _gathered(self, run: SlotRun) -> bytes:
-        """Saved cells of a run, where they were computed."""
-        gathered = SequenceView(self._take_sequence(), ())
-        self._taken.append(gathered)
-        try:
-            self._show(SlotRun(run.first, run.num_tokens), gathered)
-            return self.memory.save(gathered.sequence)
-        finally:
-            self.drop(gathered)
 
     def _unused_moved(self) -> SlotRun:
         """The least recently used moved copy that no taken view shows."""
@@ -492,7 +494,7 @@ class Cells:
         return [runs for runs, view in self._views.items() if view.num_copied]
 
     def _shown_runs(self) -> set[SlotRun]:
-        return {run for view in self._taken for run in view.runs}
+        return {run for view in self._taken if not view.num_copied for run in view.runs}
 
     def _make_room_for(self, num_cells: int) -> None:
         """Drops kept copies, and moves what was not read for longest to host memory, until so many cells are free."""
@@ -528,6 +530,8 @@ class Cells:
 
     def _forget(self, view: SequenceView) -> None:
         self._drop_sequence(view.sequence)
+        if view.guard is not None:
+            self._drop_sequence(view.guard)
         self._num_cells -= view.num_copied
 
     def _drop_sequence(self, sequence: int) -> None:

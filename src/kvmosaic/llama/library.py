@@ -252,7 +252,7 @@ class LlamaContext:
         """See `SequenceMemory`."""
         self._library.llama_memory_seq_rm(self._memory, sequence, first, last)
 
-    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """See `SequenceMemory`. A small context does it: one in which any cell moves rotates all that it has."""
         if self._shifter is None:
             self._shifter = self._open_shifter()
@@ -309,12 +309,12 @@ class Shifter:
         """Frees its context."""
         self._context.close()
 
-    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """Each saved sequence moved by its distance."""
         parts = [
             (number, part, distance)
             for number, (state, distance) in enumerate(states)
-            for part in split(parse(state) if self._kind is None else widened(parse(state)), _SHIFT_CELLS)
+            for part in split(state if self._kind is None else widened(state), _SHIFT_CELLS)
         ]
         found: list[list[SequenceState]] = [[] for _ in states]
         while parts:
@@ -327,7 +327,7 @@ class Shifter:
             for (number, part, _), state in zip(batch, moved, strict=True):
                 found[number].append(self._faults.mended(parse(state), part))
         whole = [joined(each) for each in found]
-        return [pack(state if self._kind is None else narrowed(state, self._kind)) for state in whole]
+        return [state if self._kind is None else narrowed(state, self._kind) for state in whole]
 
     def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
         context = self._context

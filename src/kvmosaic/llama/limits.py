@@ -6,8 +6,6 @@ from kvmosaic.layout import Layout
 
 NUM_SEQUENCES = 255
 """Sequences of a context: the most that llama.cpp allows, but one, which pads forwards."""
-_READABLE = NUM_SEQUENCES - 8
-"""Without a view, what is written, and what is being moved."""
 
 
 def why_unreadable(layout: Layout, window: int) -> str:
@@ -26,12 +24,5 @@ def why_unreadable(layout: Layout, window: int) -> str:
                 f"{span.segment.label} begins at position {span.start:,} and what it sees ends at {seen:,}: "
                 f"{span.start - seen:,} positions are left empty, and this model allows {window - 2:,} in llama.cpp, "
                 "less than its window; use a smaller position_offset, preamble='all', or engine='transformers'"
-            )
-        needed = sum(-(-layout.spans[view.span].num_tokens // (window - 1)) for view in span.views)
-        if needed > _READABLE:
-            return (
-                f"the prompt has {len(layout.spans) - 1:,} texts before the question; with windows of {window:,} "
-                f"tokens they take {needed:,} sequences of llama.cpp, which has {_READABLE} for that; send fewer "
-                "documents, or take engine='transformers'"
             )
     return ""

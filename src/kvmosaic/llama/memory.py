@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvmosaic.llama.state import SequenceState
+
 
 class SequenceMemory(Protocol):
     """KV memory of a llama.cpp context; ranges of positions are [first, last)."""
@@ -23,7 +25,7 @@ class SequenceMemory(Protocol):
     def untag(self, sequence: int, first: int = 0, last: int = -1) -> None:
         """Removes a sequence from its cells in a range; -1: to its end. Cells without a sequence are free."""
 
-    def shifted(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """Returns saved sequences, each moved by a distance: other positions, and keys rotated for them."""
 
     def save(self, sequence: int) -> bytes:

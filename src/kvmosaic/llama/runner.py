@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvmosaic.attention import Piece, PoolName
 from kvmosaic.cache import BlockCopy
-from kvmosaic.errors import ModelError
 from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.library import LlamaContext, Rows
@@ -117,7 +116,7 @@ class LlamaRunner:
         self._row_cost = RowCost(model.num_parameters, per_token)
         self.is_asleep = False
         requests = num_blocks["request"] * block_size
-        self.max_chunk_tokens = None if max_cells is None else max_cells - requests
+        self.max_chunk_tokens = self._num_cells - _SPARE_CELLS - requests
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the context; the cells of these blocks move to host memory."""
@@ -191,12 +190,8 @@ class LlamaRunner:
             try:
                 view = self._cells.take(self._continuous(group), group.target, may_copy=not taken)
             except NoRoom:
-                if taken:
-                    break
-                raise ModelError(
-                    f"a prompt reads {sum(run.num_tokens for run in group.runs):,} cached tokens, more than the "
-                    f"{self._num_cells:,} cells of llama.cpp hold at once; send fewer documents"
-                ) from None
+                assert taken, "the tokens of a prompt fit: more than `max_chunk_tokens` are refused when it arrives"
+                break
             waiting.pop()
             taken.append((group, view))
             room -= len(group.token_ids)

@@ -200,11 +200,10 @@ def _each_layer(state: SequenceState, change: Callable[[LayerRows], LayerRows]) 
     )
 
 
-def relabelled(state: bytes, offset: int) -> bytes:
+def relabelled(state: SequenceState, offset: int) -> SequenceState:
     """A saved sequence with other positions, and the same keys."""
-    found = parse(state)
-    memories = tuple(replace(memory, positions=memory.positions + np.int32(offset)) for memory in found.memories)
-    return pack(SequenceState(found.header, memories))
+    memories = tuple(replace(memory, positions=memory.positions + np.int32(offset)) for memory in state.memories)
+    return SequenceState(state.header, memories)
 
 
 def _read_memory(state: bytes, place: int, num_rotations: int) -> tuple[MemoryState, int]:

@@ -81,6 +81,8 @@ class SequenceView:
     """How many these are."""
     num_copied: int = 0
     """Cells of its own."""
+    guard: int | None = None
+    """A second sequence with these cells, where llama.cpp takes those of one for free once a window has passed them."""
     read_at: int = 0
     """Number of rows that had been computed when it was last taken."""
 
