@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from support.engine_conformance import CASES, Reference, ask, params, run, run_case
-from support.engines import dense_logits
+from support.engines import build_engine, dense_logits
 from support.gguf_families import FAMILIES, WINDOW, family_file, family_model
 from support.llama_engine import RecordingLlamaRunner, llama_engine
 
@@ -117,8 +117,28 @@ def test_long_documents_are_saved_whole(family: str, level: int) -> None:
         engine.step()
     engine.wake()
     assert difference(engine, prompt, family, position_strategy="sequential") < NEAR
-    with pytest.raises(InvalidConfig, match="does not tell"):
-        storage.get_kv(0, [(0, 1)])
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_get_kv_knows_the_layers_that_llama_cpp_keeps_apart(family: str) -> None:
+    prompt = Prompt.from_tokens([5, 6, 7], [list(range(20, 20 + 2 * WINDOW))], [9, 8])
+    found = []
+    for engine in (llama_engine(model(family)), build_engine(family_model(family))):
+        ask(engine, prompt, params(1))
+        (chunk,) = engine.kv_cache.chunks()
+        storage, runs = engine.runner.storages["chunk_cache"], [(4 * block, 4) for block in chunk.block_ids]
+        found.append([storage.get_kv(layer, runs) for layer in range(3)])
+    for (key, value), (same_key, same_value) in zip(*found, strict=True):
+        assert torch.allclose(key, same_key, atol=0.01) and torch.allclose(value, same_value, atol=0.01)
+
+
+def test_get_kv_is_refused_where_llama_cpp_does_not_tell_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma = model("gemma3")
+    monkeypatch.setattr(gemma.file, "window_layers", ())
+    engine = llama_engine(gemma)
+    ask(engine, Prompt.plain([5, 6, 7]), params(1))
+    with pytest.raises(InvalidConfig, match="did not say which they are when it loaded the model; take engine='tran"):
+        engine.runner.storages["request"].get_kv(0, [(0, 1)])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

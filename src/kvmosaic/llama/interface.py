@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import (
@@ -39,7 +40,9 @@ from kvmosaic.errors import UnsupportedModel
 logger = logging.getLogger("kvmosaic.llama")
 
 INSTALL = "pip install 'kvmosaic[llama]'"
-_LEVELS = {3: logging.INFO, 4: logging.WARNING}
+_ERROR = 4
+"""ggml's level of errors."""
+_LEVELS = {3: logging.INFO, _ERROR: logging.WARNING}
 """Our levels for those of ggml; it warns of what is no fault here."""
 _CELLS_NOTE = "> n_ctx_train"
 """In a warning that there are more cells than positions, as there are with cached documents."""
@@ -155,6 +158,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (c_void_p,)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
+    "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_rope_type": (c_int32, (c_void_p,)),
@@ -320,30 +324,41 @@ def _candidates(package: Package) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
-class _Errors(logging.Handler):
-    """Keeps messages, so that an error can say them."""
+class Message(NamedTuple):
+    """What llama.cpp says."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
+    level: int
+    text: str
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    @property
+    def is_error(self) -> bool:
+        """Whether something went wrong."""
+        return self.level >= _ERROR
+
+
+class _Heard(threading.local):
+    """Messages of a thread, while it listens."""
+
+    messages: list[Message] | None = None
+
+
+_heard = _Heard()
 
 
 @contextmanager
-def errors_of_llama() -> Iterator[list[str]]:
-    """What llama.cpp says went wrong, from here on."""
-    errors = _Errors()
-    logger.addHandler(errors)
+def messages_of_llama() -> Iterator[list[Message]]:
+    """What llama.cpp says in this thread, from here on, whether it is logged or not."""
+    _heard.messages = []
     try:
-        yield errors.messages
+        yield _heard.messages
     finally:
-        logger.removeHandler(errors)
+        _heard.messages = None
 
 
 def _write_log(level: int, text: bytes, _: Any) -> None:
     if message := text.decode("utf-8", "replace").strip(" .\n"):
+        if _heard.messages is not None:
+            _heard.messages.append(Message(level, message))
         is_expected = _CELLS_NOTE in message
         logger.log(logging.DEBUG if is_expected else _LEVELS.get(level, logging.DEBUG), "%s", message)
 

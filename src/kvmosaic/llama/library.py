@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
-from kvmosaic.llama.interface import MetadataOverride, bindings, errors_of_llama
+from kvmosaic.llama.interface import MetadataOverride, bindings, messages_of_llama
 from kvmosaic.llama.state import LayerRows, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
+_LAYER_NOTE = re.compile(r"layer\s+\d+ assigned to device .*is_swa = ([01])")
 _ROOM_AROUND = 16
 """For tokens around a text; inside, there are no more tokens than bytes."""
 _SHIFT_CELLS, _SHIFT_SEQUENCES = 1024, 31
@@ -86,9 +88,10 @@ class LlamaFile:
         named = [MetadataOverride(0, key.encode(), value) for key, value in (entries or {}).items()]
         overrides = (MetadataOverride * (len(named) + 1))(*named)  # one with an empty key ends them
         params.kv_overrides = ctypes.addressof(overrides)
-        with errors_of_llama() as errors:
+        with messages_of_llama() as messages:
             self._model = library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
+            errors = [message.text for message in messages if message.is_error]
             reason = errors[0].rpartition("error loading model: ")[2] if errors else "it does not say why"
             raise UnsupportedModel(
                 f"llama.cpp cannot load {path}: {reason:.300}; give another file, or take engine='transformers', which "
@@ -107,6 +110,9 @@ class LlamaFile:
         self.has_encoder = bool(library.llama_model_has_encoder(self._model))
         self.window: int = library.llama_model_n_swa(self._model)
         self.rope_type: int = library.llama_model_rope_type(self._model)
+        said = [found for message in messages if (found := _LAYER_NOTE.search(message.text))]
+        self.window_layers = tuple(found[1] == "1" for found in said[: library.llama_model_n_layer(self._model)])
+        """Whether each layer has a sliding window, as llama.cpp says when it loads them."""
         self.shift_faults = NO_FAULTS
         self.architecture, _, size_and_type = _text(library.llama_model_desc, self._model).partition(" ")
         self.weight_type = size_and_type.partition(" ")[2].removeprefix("(guessed) ")

@@ -107,7 +107,14 @@ class LlamaRunner:
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
             pool: LlamaStorage(
-                self._cells, self._lock, model.layers, self._offsets[pool], num_blocks[pool], block_size, template
+                self._cells,
+                self._lock,
+                model.layers,
+                self._offsets[pool],
+                num_blocks[pool],
+                block_size,
+                template,
+                model.file.window_layers,
             )
             for pool in num_blocks
         }

@@ -41,17 +41,19 @@ class LlamaStorage:
         num_blocks: int,
         block_size: int,
         template: SequenceState,
+        window_layers: Sequence[bool] = (),
     ) -> None:
         """Describes the slots of a pool.
 
         Args:
             cells: where the slots are.
             lock: held while the memory is used.
-            layers: geometry of the model's layers, in the order in which they are saved.
+            layers: geometry of the model's layers.
             first_slot: the first of this pool.
             num_blocks: blocks of this pool.
             block_size: slots of a block.
             template: any saved sequence of this model with a cell.
+            window_layers: whether each layer has a sliding window, if that is known.
         """
         saved = [pair for memory in template.memories for pair in zip(memory.keys, memory.values, strict=True)]
         self.dtype = _DTYPES.get(saved[0][0].kind, _OPAQUE)
@@ -59,10 +61,12 @@ class LlamaStorage:
         if self.is_opaque:
             self.dtype = _OPAQUE
         widths = [tuple(rows.rows.shape[1] // self.dtype.itemsize for rows in pair) for pair in saved]
-        self.has_other_order = len(template.memories) > 1
-        stated = [(layer.num_kv_heads * layer.key_dim, layer.num_kv_heads * layer.value_dim) for layer in layers]
-        if self.is_opaque or self.has_other_order or stated != widths:
-            layers = [LayerGeometry(index, 1, *width) for index, width in enumerate(widths)]
+        self._order = _saved_order([len(memory.keys) for memory in template.memories], window_layers)
+        ordered = [layers[index] for index in self._order if index < len(layers)]
+        shapes = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in ordered]
+        if self.is_opaque or [(heads * key, heads * value) for heads, key, value in shapes] != widths:
+            shapes = [(1, key, value) for key, value in widths]
+        layers = [LayerGeometry(index, *shape) for index, shape in enumerate(shapes)]
         per_position = torch.int32.itemsize // self.dtype.itemsize
         self.layers = (*layers, LayerGeometry(len(saved), 1, per_position, per_position, value_in_key=True))
         self.num_blocks = num_blocks
@@ -110,15 +114,15 @@ class LlamaStorage:
             )
         if self.is_opaque:
             raise InvalidConfig("keys and values are quantized, and get_kv gives numbers; use a cache of f16 or f32")
-        if self.has_other_order:
+        if not self._order:
             raise InvalidConfig(
-                "get_kv does not know the layers: llama.cpp keeps those with sliding windows apart and does not tell "
-                "which they are; take engine='transformers'"
+                "get_kv does not know the layers: llama.cpp keeps those with sliding windows apart and did not say "
+                "which they are when it loaded the model; take engine='transformers'"
             )
         if not runs:
             raise InvalidConfig("get_kv got no runs; a table without tokens has no keys and values")
         slots = [self._first_slot + first + offset for first, count in runs for offset in range(count)]
-        key, value = self._read(slots)[layer_index]
+        key, value = self._read(slots)[self._order.index(layer_index)]
         assert value is not None
         return key, value
 
@@ -141,6 +145,19 @@ class LlamaStorage:
     def _slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         size = self.block_size
         return [self._first_slot + block_ids[number // size] * size + number % size for number in range(num_tokens)]
+
+
+def _saved_order(counts: Sequence[int], window_layers: Sequence[bool]) -> list[int]:
+    """Indexes of layers in the order in which they are saved; [] if it is not known.
+
+    Args:
+        counts: number of layers of each memory: without windows, and with windows in a second one.
+        window_layers: whether each layer has a window.
+    """
+    if len(counts) == 1:
+        return list(range(counts[0]))
+    order = sorted(range(len(window_layers)), key=window_layers.__getitem__)
+    return order if counts == [window_layers.count(False), window_layers.count(True)] else []
 
 
 def _rows(tensor: Tensor) -> Rows:
