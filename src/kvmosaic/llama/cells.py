@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvmosaic.llama.memory import SequenceMemory
-from kvmosaic.llama.state import SequenceState, gather, joined, pack, parse, relabelled
+from kvmosaic.llama.state import SavedState, SequenceState, gather, joined, pack, parse, relabelled
 from kvmosaic.llama.views import (
     UNLIMITED,
     Home,
@@ -181,7 +181,7 @@ class Cells:
             found.update(((home, position), (state, number)) for number, position in enumerate(state.positions))
         return gather([found[self._home_of(slot), self._positions[slot]] for slot in slots])
 
-    def _saved(self, slots: Sequence[int]) -> bytes:
+    def _saved(self, slots: Sequence[int]) -> SavedState:
         """Saved cells of some slots of one home."""
         view = self.take(SlotRun(slot, 1) for slot in {self._positions[slot]: slot for slot in slots}.values())
         try:
@@ -189,7 +189,7 @@ class Cells:
         finally:
             self.drop(view)
 
-    def load(self, slots: Sequence[int], positions: Sequence[int], state: bytes) -> None:
+    def load(self, slots: Sequence[int], positions: Sequence[int], state: SavedState) -> None:
         """Records saved cells as those of some slots, each at its position; they are written when they are read."""
         self.free(slots)
         order = sorted(range(len(slots)), key=positions.__getitem__)  # as `parse` gives them
@@ -409,7 +409,7 @@ class Cells:
             copy.sequence, copy.saved = self._load(copy.saved, copy.num_cells), b""
         return copy.sequence
 
-    def _load(self, state: bytes, num_cells: int) -> int:
+    def _load(self, state: SavedState, num_cells: int) -> int:
         """Writes saved cells into a sequence of their own."""
         self._make_room_for(num_cells)
         sequence = self._take_sequence()

@@ -25,7 +25,6 @@ from ctypes import (
     c_int32,
     c_int64,
     c_size_t,
-    c_uint8,
     c_uint32,
     c_uint64,
     c_void_p,
@@ -182,8 +181,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_state_seq_get_size": (c_size_t, (c_void_p, c_int32)),
-    "llama_state_seq_get_data": (c_size_t, (c_void_p, POINTER(c_uint8), c_size_t, c_int32)),
-    "llama_state_seq_set_data": (c_size_t, (c_void_p, POINTER(c_uint8), c_size_t, c_int32)),
+    "llama_state_seq_get_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
+    "llama_state_seq_set_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
 }
 """Results and arguments; those of `llama_context_params` are added for each build."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
 from kvmosaic.llama.interface import MetadataOverride, bindings, messages_of_llama
-from kvmosaic.llama.state import LayerRows, SequenceState, joined, narrowed, pack, parse, split, widened
+from kvmosaic.llama.state import LayerRows, SavedState, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
@@ -274,21 +274,20 @@ class LlamaContext:
         if distance:
             self._library.llama_memory_seq_add(self._memory, sequence, 0, -1, distance)
 
-    def save(self, sequence: int) -> bytes:
+    def save(self, sequence: int) -> bytearray:
         """See `SequenceMemory`."""
         if self._context is None:
             raise EngineStopped("the context of llama.cpp is closed")
         size = self._library.llama_state_seq_get_size(self._context, sequence)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self._library.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        state = bytearray(size)
+        written = self._library.llama_state_seq_get_data(self._context, _address(state), size, sequence)
         if written != size:
             raise ModelError(f"llama.cpp saved {written} of {size} bytes of a sequence")
-        return bytes(buffer)
+        return state
 
-    def load(self, sequence: int, state: bytes) -> None:
+    def load(self, sequence: int, state: SavedState) -> None:
         """See `SequenceMemory`."""
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        read = self._library.llama_state_seq_set_data(self._context, buffer, len(state), sequence)
+        read = self._library.llama_state_seq_set_data(self._context, _address(state), len(state), sequence)
         if read != len(state):
             raise ModelError(f"llama.cpp loaded {read} of {len(state)} bytes of a sequence")
 
@@ -335,7 +334,7 @@ class Shifter:
         whole = [joined(each) for each in found]
         return [state if self._kind is None else narrowed(state, self._kind) for state in whole]
 
-    def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytes]:
+    def _shift(self, states: Sequence[tuple[bytes, int]]) -> list[bytearray]:
         context = self._context
         try:
             for sequence, (state, distance) in enumerate(states, 1):
@@ -346,6 +345,10 @@ class Shifter:
         finally:
             for sequence in range(len(states) + 1):
                 context.untag(sequence)
+
+
+def _address(state: SavedState) -> int:
+    return np.frombuffer(state, np.uint8).ctypes.data
 
 
 def _text(function: Any, *arguments: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvmosaic.llama.state import SequenceState
+from kvmosaic.llama.state import SavedState, SequenceState
 
 
 class SequenceMemory(Protocol):
@@ -28,8 +28,8 @@ class SequenceMemory(Protocol):
     def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
         """Returns saved sequences, each moved by a distance: other positions, and keys rotated for them."""
 
-    def save(self, sequence: int) -> bytes:
+    def save(self, sequence: int) -> SavedState:
         """Returns the cells of a sequence: positions, keys and values."""
 
-    def load(self, sequence: int, state: bytes) -> None:
+    def load(self, sequence: int, state: SavedState) -> None:
         """Writes saved cells into free ones, for an empty sequence."""

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ _FLAGS = struct.Struct("<II")
 _ROTATION = struct.Struct("<I")
 _LAYER = struct.Struct("<iQ")
 _CELL = struct.Struct("<iII")
+SavedState: TypeAlias = bytes | bytearray
+"""A saved sequence, as llama.cpp writes and reads it."""
 F32, F16, BF16 = 0, 1, 30
 """Types of ggml."""
 
@@ -82,7 +85,7 @@ class SequenceState:
         return SequenceState(self.header, tuple(memory.take(order) for memory in self.memories))
 
 
-def parse(state: bytes) -> SequenceState:
+def parse(state: SavedState) -> SequenceState:
     """Reads a saved sequence.
 
     Raises:
@@ -99,7 +102,7 @@ def parse(state: bytes) -> SequenceState:
         raise UnsupportedModel(f"llama.cpp saved a sequence in an unknown form ({error})") from error
 
 
-def _parse(state: bytes, num_rotations: int) -> SequenceState:
+def _parse(state: SavedState, num_rotations: int) -> SequenceState:
     header, place = _HEADER.unpack_from(state), _HEADER.size
     memories: list[MemoryState] = []
     while place < len(state):
@@ -114,7 +117,7 @@ def _parse(state: bytes, num_rotations: int) -> SequenceState:
 
 def pack(state: SequenceState) -> bytes:
     """Inverse of `parse`."""
-    parts: list[bytes] = [_HEADER.pack(*state.header)]
+    parts: list[bytes | memoryview] = [_HEADER.pack(*state.header)]
     for memory in state.memories:
         parts.append(_COUNTS.pack(1, len(memory.positions)))
         if not len(memory.positions):
@@ -125,7 +128,7 @@ def pack(state: SequenceState) -> bytes:
         for layers in (memory.keys, memory.values):
             for layer in layers:
                 parts.append(_LAYER.pack(layer.kind, layer.rows.shape[1]))
-                parts.append(layer.rows.tobytes())
+                parts.append(np.ascontiguousarray(layer.rows).data)
     return b"".join(parts)
 
 
@@ -206,7 +209,7 @@ def relabelled(state: SequenceState, offset: int) -> SequenceState:
     return SequenceState(state.header, memories)
 
 
-def _read_memory(state: bytes, place: int, num_rotations: int) -> tuple[MemoryState, int]:
+def _read_memory(state: SavedState, place: int, num_rotations: int) -> tuple[MemoryState, int]:
     streams, count = _COUNTS.unpack_from(state, place)
     place += _COUNTS.size
     if streams != 1:

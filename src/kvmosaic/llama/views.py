@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvmosaic.llama.state import SavedState
+
 UNLIMITED = 1 << 31
 """More than any span."""
 
@@ -44,7 +46,7 @@ class Home:
     sequence: int | None
     uses: dict[int, int] = field(default_factory=dict)
     """Number of slots of each position's cell."""
-    saved: bytes = b""
+    saved: SavedState = b""
     freed: list[int] = field(default_factory=list)
     """Positions of saved cells that were freed since."""
     read_at: int = 0
@@ -62,7 +64,7 @@ class MovedCopy:
 
     num_cells: int
     sequence: int | None
-    saved: bytes = b""
+    saved: SavedState = b""
     read_at: int = 0
 
 
