@@ -31,7 +31,7 @@ class RecordingLlamaRunner(LlamaRunner):
     def run(self, spans: Any, copies: Any = ()) -> Tensor:
         logits = super().run(spans, copies)
         self.check_invariants()
-        self.logits.append(logits)
+        self.logits.append(logits.clone())
         return logits
 
 

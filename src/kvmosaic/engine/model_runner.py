@@ -145,7 +145,7 @@ class StepRunner(Protocol):
         """Copies blocks of the request pool, in order."""
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
-        """Computes and stores the keys and values of rows; returns [R, V] logits, in order."""
+        """Computes and stores the keys and values of rows; returns [R, V] logits, in order, until the next run."""
 
     def close(self) -> None:
         """Frees what is not freed by itself."""

@@ -30,6 +30,7 @@ from kvmosaic.llama.views import (
     UNLIMITED,
     Home,
     MovedCopy,
+    PendingTag,
     SequenceView,
     SlotRun,
     Target,
@@ -119,7 +120,7 @@ class Cells:
         """
         home = view.home
         assert home is not None and home.sequence is not None, "it was taken with a target"
-        self.memory.tag(view.sequence, home.sequence, position, position + len(slots))
+        self._owe(view, home, position, position + len(slots))
         for number, slot in enumerate(slots, position):
             assert self._homes[slot] is None, "slots are freed before they are written"
             self._homes[slot], self._positions[slot] = home, number
@@ -129,6 +130,25 @@ class Cells:
         view.home, view.num_rows = None, 0
         self._num_rows += len(slots)
         view.runs = self._normal(joined_runs((*view.runs, *(SlotRun(slot, 1) for slot in slots))))
+
+    def _owe(self, view: SequenceView, home: Home, first: int, last: int) -> None:
+        """Notes that a home is to have cells of a view: a tag passes over all cells, one for each token is too many."""
+        if view.owing is not None and view.owing is not home:
+            self._settle(view.owing)
+        if home.pending is not None and (home.pending.view is not view or home.pending.last != first):
+            self._settle(home)
+        if home.pending is not None:
+            first = home.pending.first
+        home.pending, view.owing = PendingTag(view, first, last), home
+        if self.max_span != UNLIMITED:
+            self._settle(home)  # llama.cpp takes cells that one sequence sees
+
+    def _settle(self, home: Home) -> None:
+        """Tags what a home is to have."""
+        if (tag := home.pending) is not None:
+            assert home.sequence is not None
+            self.memory.tag(tag.view.sequence, home.sequence, tag.first, tag.last)
+            home.pending = tag.view.owing = None
 
     def put_back(self, view: SequenceView) -> None:
         """Ends the use of a view; it is kept for rows that see the same."""
@@ -399,6 +419,7 @@ class Cells:
                 self.memory.untag(home.sequence, position, position + 1)
             self._num_cells -= len(home.freed)
             home.freed.clear()
+        self._settle(home)
         self._stored[home] = None
         self._stored.move_to_end(home)
         return home.sequence
@@ -529,6 +550,8 @@ class Cells:
             raise NoRoom
 
     def _forget(self, view: SequenceView) -> None:
+        if view.owing is not None:
+            self._settle(view.owing)
         self._drop_sequence(view.sequence)
         if view.guard is not None:
             self._drop_sequence(view.guard)

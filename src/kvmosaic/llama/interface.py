@@ -21,7 +21,6 @@ from ctypes import (
     c_bool,
     c_char_p,
     c_float,
-    c_int8,
     c_int32,
     c_int64,
     c_size_t,
@@ -52,12 +51,12 @@ class Batch(ctypes.Structure):
 
     _fields_ = (
         ("n_tokens", c_int32),
-        ("token", POINTER(c_int32)),
-        ("embd", POINTER(c_float)),
-        ("pos", POINTER(c_int32)),
-        ("n_seq_id", POINTER(c_int32)),
-        ("seq_id", POINTER(POINTER(c_int32))),
-        ("logits", POINTER(c_int8)),
+        ("token", c_void_p),
+        ("embd", c_void_p),
+        ("pos", c_void_p),
+        ("n_seq_id", c_void_p),
+        ("seq_id", c_void_p),
+        ("logits", c_void_p),
     )
 
 
@@ -172,10 +171,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_tokenize": (c_int32, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_free": (None, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
-    "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
-    "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (c_void_p, Batch)),
-    "llama_get_logits": (POINTER(c_float), (c_void_p,)),
+    "llama_get_logits": (c_void_p, (c_void_p,)),
     "llama_memory_can_shift": (c_bool, (c_void_p,)),
     "llama_memory_seq_cp": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),

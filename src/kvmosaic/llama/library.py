@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
-from kvmosaic.llama.interface import MetadataOverride, bindings, messages_of_llama
+from kvmosaic.llama.interface import Batch, MetadataOverride, bindings, messages_of_llama
 from kvmosaic.llama.state import LayerRows, SavedState, SequenceState, joined, narrowed, pack, parse, split, widened
 
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
@@ -185,6 +185,34 @@ class LlamaFile:
         )
 
 
+class _Batch:
+    """A `llama_batch` of at most so many rows, each of one sequence."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._tokens, self._positions, self._sequences = (np.zeros(max_rows, np.int32) for _ in range(3))
+        self._counts = np.ones(max_rows, np.int32)
+        self._has_logits = np.zeros(max_rows, np.int8)
+        first = self._sequences.ctypes.data
+        self._pointers = np.arange(first, first + 4 * max_rows, 4, dtype=np.uintp)
+        arrays = (self._tokens, self._positions, self._counts, self._pointers, self._has_logits)
+        token, pos, n_seq_id, seq_id, logits = (array.ctypes.data for array in arrays)
+        self._batch = Batch(0, token, None, pos, n_seq_id, seq_id, logits)
+
+    def filled(self, groups: Sequence[Rows]) -> Batch:
+        """The batch with these rows, until it is filled again."""
+        row = 0
+        for rows in groups:
+            last = row + len(rows.token_ids)
+            self._tokens[row:last] = rows.token_ids
+            self._positions[row:last] = np.arange(rows.position, rows.position + last - row)
+            self._sequences[row:last] = rows.sequence
+            self._has_logits[row:last] = False
+            self._has_logits[last - rows.num_logits : last] = True
+            row = last
+        self._batch.n_tokens = row
+        return self._batch
+
+
 class LlamaContext:
     """A context: forwards, and the memory of its sequences (a `SequenceMemory`)."""
 
@@ -194,7 +222,7 @@ class LlamaContext:
         self._library = bindings()
         self._context: Any = context
         self._memory = self._library.llama_get_memory(context)
-        self._batch = self._library.llama_batch_init(max_rows, 0, 1)
+        self._batch = _Batch(max_rows)
         self._vocab_size = vocab_size
         self._open_shifter = open_shifter
         self._shifter: Shifter | None = None
@@ -207,7 +235,6 @@ class LlamaContext:
             self._shifter.close()
             self._shifter = None
         if self._context is not None:
-            self._library.llama_batch_free(self._batch)
             self._library.llama_free(self._context)
             self._context = None
 
@@ -219,36 +246,26 @@ class LlamaContext:
             padding: number of further rows, whose cells are free again afterwards.
 
         Returns:
-            [R, V] logits in float32, of the requested rows in order.
+            [R, V] logits in float32, of the requested rows in order; llama.cpp's own, until the next forward.
 
         Raises:
             ModelError: llama.cpp failed; none of the rows' cells exist.
         """
-        batch, row, num_logits = self._batch, 0, 0
-        spare = Rows([0] * padding, 0, self.num_sequences)
-        for rows in (*groups, spare):
-            first_logit = len(rows.token_ids) - rows.num_logits
-            for number, token in enumerate(rows.token_ids):
-                batch.token[row] = token
-                batch.pos[row] = rows.position + number
-                batch.n_seq_id[row] = 1
-                batch.seq_id[row][0] = rows.sequence
-                batch.logits[row] = number >= first_logit
-                row += 1
-            num_logits += rows.num_logits
-        batch.n_tokens = row
+        spare = (Rows([0] * padding, 0, self.num_sequences),) if padding else ()
+        batch = self._batch.filled((*groups, *spare))
         code = self._library.llama_decode(self._context, batch)
         if padding:
-            self.untag(spare.sequence)
+            self.untag(self.num_sequences)
         if code:
             for rows in groups:
                 self.untag(rows.sequence, rows.position)
-            raise ModelError(f"llama.cpp failed with code {code} in a forward of {row} tokens")
+            raise ModelError(f"llama.cpp failed with code {code} in a forward of {batch.n_tokens} tokens")
+        num_logits = sum(rows.num_logits for rows in groups)
         if not num_logits:
             return torch.empty(0, self._vocab_size)
-        logits = self._library.llama_get_logits(self._context)
-        found = np.ctypeslib.as_array(logits, shape=(num_logits, self._vocab_size))
-        return torch.from_numpy(found.copy())
+        numbers = ctypes.c_float * (num_logits * self._vocab_size)
+        found = numbers.from_address(self._library.llama_get_logits(self._context))
+        return torch.frombuffer(found, dtype=torch.float32).view(num_logits, self._vocab_size)
 
     def tag(self, source: int, target: int, first: int, last: int) -> None:
         """See `SequenceMemory`."""

@@ -156,7 +156,10 @@ class LlamaRunner:
                 self._cells.copy(source, target, self._block_size)
 
     def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
-        """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`."""
+        """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`.
+
+        The logits may be llama.cpp's own, which the next forward overwrites.
+        """
         with self._lock:
             self.copy(copies)
             groups = [group for span in spans for group in self._groups(span)]
@@ -178,12 +181,16 @@ class LlamaRunner:
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _run_groups(self, groups: Sequence[_Group]) -> Iterator[tuple[list[int], Tensor]]:
-        """Runs groups; gives the logits of each forward, and the number of each row's group."""
+    def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Tensor]]:
+        """Runs groups; returns the number of each row's group, and the logits, of each forward."""
+        found: list[tuple[list[int], Tensor]] = []
         for level in _levels(groups):
             waiting = list(reversed(level))
             while waiting:
-                yield self._forward(self._fill(waiting))
+                if found:  # the next forward overwrites them
+                    found[-1] = (found[-1][0], found[-1][1].clone())
+                found.append(self._forward(self._fill(waiting)))
+        return found
 
     def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
         """Takes groups from the end of a list, as many as one forward has rows and sequences for."""

@@ -63,10 +63,10 @@ def _ordinary(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tup
     context = _context(model, num_threads)
     try:
         last = len(tokens) - _QUESTION
-        whole = context.forward([Rows(tokens, 0, 0, _QUESTION)])
+        whole = context.forward([Rows(tokens, 0, 0, _QUESTION)]).clone()
         context.untag(0)
         parts = [
-            context.forward([Rows(tokens[first : first + _PART], first, 0, _PART if first >= last else 0)])
+            context.forward([Rows(tokens[first : first + _PART], first, 0, _PART if first >= last else 0)]).clone()
             for first in range(0, len(tokens), _PART)
         ]
         return whole, torch.cat(parts)
@@ -98,9 +98,8 @@ def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tup
         return range(block * block_size, block * block_size + count)
 
     def ask(block: int, position: int, *reads: Piece) -> Tensor:
-        return runner.run(
-            [SpanRows(question, position, "request", slots(block, _QUESTION), reads, num_logits=_QUESTION)]
-        )
+        rows = SpanRows(question, position, "request", slots(block, _QUESTION), reads, num_logits=_QUESTION)
+        return runner.run([rows]).clone()
 
     try:
         shown = Piece("request", 0, _SYSTEM, 0)

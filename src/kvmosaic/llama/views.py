@@ -39,6 +39,14 @@ class Target(NamedTuple):
     """The slot of the token before, if it belongs to the same span."""
 
 
+class PendingTag(NamedTuple):
+    """Positions [first, last) of a view whose cells are still to be those of a home, too."""
+
+    view: SequenceView
+    first: int
+    last: int
+
+
 @dataclass(eq=False, slots=True)
 class Home:
     """Cells that a range of positions names. While `sequence` is None, they are in `saved`, in host memory."""
@@ -51,6 +59,8 @@ class Home:
     """Positions of saved cells that were freed since."""
     read_at: int = 0
     """Number of rows that had been computed when it was last read."""
+    pending: PendingTag | None = None
+    """Cells that only the view has through which they were written."""
 
     @property
     def num_cells(self) -> int:
@@ -81,6 +91,8 @@ class SequenceView:
     """Of the tokens that will be written through it."""
     num_rows: int = 0
     """How many these are."""
+    owing: Home | None = None
+    """The home with a pending tag of this view."""
     num_copied: int = 0
     """Cells of its own."""
     guard: int | None = None
