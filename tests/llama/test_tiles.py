@@ -10,10 +10,11 @@ from support.engine_conformance import CASES, Reference, run_case
 from support.llama_engine import llama_engine, llama_reader
 
 from kvmosaic.llama import runner
-from kvmosaic.llama.tiles import TILE, RowCost, num_padding
+from kvmosaic.llama.tiles import TILE, RowCost, num_padding, row_cost
 
-SMOLLM2 = RowCost(135_000_000, 2 * 30 * 9 * 64)
-LLAMA_8B = RowCost(8_000_000_000, 2 * 32 * 32 * 128)
+SMOLLM2 = row_cost(135_000_000, "Q4_1", 2 * 30 * 9 * 64)
+SMOLLM2_Q8 = row_cost(135_000_000, "Q8_0", 2 * 30 * 9 * 64)
+LLAMA_8B = row_cost(8_000_000_000, "Q4_K - Medium", 2 * 32 * 32 * 128)
 
 
 def always(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
@@ -30,4 +31,7 @@ def test_a_forward_is_padded_where_that_is_shorter() -> None:
     assert num_padding([(63, 2560)], SMOLLM2) == 1 and num_padding([(40, 2000), (8, 2560)], SMOLLM2) == 16
     assert num_padding([(1, 100_000)], SMOLLM2) == num_padding([(8, 2560)], SMOLLM2) == 0
     assert num_padding([(63, 10)], SMOLLM2) == num_padding([(32, 2560)], LLAMA_8B) == 0
+    assert num_padding([(29, 2400)], SMOLLM2) == 0 and num_padding([(30, 2400)], SMOLLM2) == TILE - 30
+    assert num_padding([(27, 2400)], SMOLLM2_Q8) == TILE - 27 and num_padding([(26, 2400)], SMOLLM2_Q8) == 0
+    assert num_padding([(32, 600)], SMOLLM2_Q8) == 0
     assert num_padding([(TILE, 2560)], SMOLLM2) == num_padding([], SMOLLM2) == 0

@@ -21,7 +21,7 @@ from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
-from kvmosaic.llama.tiles import TILE, TILED_TYPES, RowCost, num_padding
+from kvmosaic.llama.tiles import TILE, TILED_TYPES, num_padding, row_cost
 from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target
 from kvmosaic.model.runner import SpanRows
 
@@ -120,7 +120,7 @@ class LlamaRunner:
         }
         self._is_tiled = model.cache_type in TILED_TYPES and not model.file.is_on_gpu and max_rows >= TILE
         per_token = sum(layer.flops_per_pair // 2 for layer in model.layers)
-        self._row_cost = RowCost(model.num_parameters, per_token)
+        self._row_cost = row_cost(model.num_parameters, model.weight_type, per_token)
         self.is_asleep = False
         requests = num_blocks["request"] * block_size
         self.max_chunk_tokens = self._num_cells - _SPARE_CELLS - requests

@@ -1,7 +1,14 @@
 """Tiles: llama.cpp's attention on CPUs takes 64 rows at once, or else one by one, which is slower.
 
-So a forward of nearly 64 rows that read many tokens takes less time with 64: a question of 63 tokens over 2,560 others
-1.53 s of CPU time, one of 64 tokens 0.76 s (SmolLM2-135M, Q4_1).
+So a forward of fewer rows that read many tokens takes less time with 64. CPU milliseconds of SmolLM2-135M, one thread:
+
+    rows over 2,400 tokens    16     24     32     48     64    padded
+    Q4_1                     353    540    714   1113    658       671
+    Q8_0                     331    479    628    942    455       455
+
+    rows over 600 tokens      16     24     32     48     64    padded
+    Q4_1                     158    232    306    456    443       443
+    Q8_0                     143    206    284    384    336       341
 """
 
 from __future__ import annotations
@@ -12,17 +19,30 @@ from typing import NamedTuple
 TILE = 64
 TILED_TYPES = ("f16", "f32")
 """Types of caches that are read in tiles."""
-_ONE_BY_ONE, _TILED = 4.2, 1.2
-"""Time of a multiplication in attention, by that of one in the linear layers; measured with SmolLM2-135M, Q4_1."""
+_ONE_BY_ONE, _TILED = 4.5, 1.2
+"""Time of a multiplication in attention, by that of one in linear layers of Q4_1."""
+_LINEAR = {"Q8_0": 0.7}
+"""Time of a multiplication in linear layers of other weights, by that of Q4_1; 1 where it was not measured."""
 
 
 class RowCost(NamedTuple):
     """Multiplications of one row."""
 
     linear: int
-    """In the linear layers."""
+    """In the linear layers, as many as take their time with weights of Q4_1."""
     per_token: int
     """In attention, for each token that it reads."""
+
+
+def row_cost(num_parameters: int, weight_type: str, per_token: int) -> RowCost:
+    """Cost of a row.
+
+    Args:
+        num_parameters: of the model.
+        weight_type: of most weights, as llama.cpp names it.
+        per_token: multiplications in attention for each token that it reads.
+    """
+    return RowCost(int(num_parameters * _LINEAR.get(weight_type, 1.0)), per_token)
 
 
 def num_padding(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
