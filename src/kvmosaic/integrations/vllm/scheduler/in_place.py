@@ -5,22 +5,19 @@
     reads               a, seen from t on ──────────┘          b, seen from q on ┘            where they are stored
 
 Repaired tokens of documents are own tokens, too: they are computed with the request, and read what is before them.
+No torch, no vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
-
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, num_repaired
 from kvmosaic.layout import Layout
-
-_SPACE = "kvmosaic-in-place-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,9 @@ class InPlacePlan:
             if is_chunk and num_own < span.num_tokens:
                 read.append((own, _without_first(stored[index], num_own)))
             begin += span.num_tokens
-        system = [stored[0]] if 0 in stored and layout.spans[0].segment.kind == "system" else []
+        # with its own prompt, which no document shares, it is computed as the request's own
+        shared = {piece.prompt for _, piece in read} if layout.spans[0].segment.kind == "system" else set()
+        system = [piece for piece in (stored.get(0),) if piece is not None and piece.prompt in shared]
         read_pieces = (*(piece for _, piece in read), *system)
         return cls(tuple(runs), tuple(shifts), read_pieces, tuple(first for first, _ in read))
 
@@ -118,49 +117,3 @@ def _without_first(piece: PromptPiece, number: int) -> PromptPiece:
     return PromptPiece(
         piece.start + number, piece.stop, piece.prompt, piece.offset + number, piece.distance, piece.span
     )
-
-
-class OwnTokensHasher:
-    """Hashes the blocks of own tokens: up to the first that reads a document or is shifted, as vLLM does.
-
-    Later blocks are private: their hashes cover what was read, and where.
-    """
-
-    def __init__(
-        self, marks: Sequence[tuple[int, tuple[Any, ...]]], block_size: int, digest: Callable[[Any], bytes]
-    ) -> None:
-        self._marks, self._block_size, self._digest = marks, block_size, digest
-
-    def __call__(self, request: Any) -> list[BlockHash]:
-        """Computes the missing hashes of full blocks."""
-        hashes: list[BlockHash] = []
-        size = self._block_size
-        before = request.block_hashes[-1] if request.block_hashes else None
-        for block in range(len(request.block_hashes), request.num_tokens // size):
-            start, stop = block * size, (block + 1) * size
-            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
-            own = [(index - start, *mark) for index, mark in self._marks if start <= index < stop]
-            if own:
-                extra = (*(extra or ()), _SPACE, *chain.from_iterable(own))
-            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
-            hashes.append(before)
-        return hashes
-
-
-def hide_documents(request: Any, plan: InPlacePlan, max_model_len: int) -> None:
-    """Leaves a request its own tokens; its answer stays as long as the whole prompt leaves room for."""
-    room = max_model_len - request.num_prompt_tokens
-    request.max_tokens = min(request.max_tokens, room)
-    _set_prompt(request, plan.own_tokens(request.prompt_token_ids))
-
-
-def show_documents(request: Any, token_ids: list[int]) -> None:
-    """Gives a request that never ran its whole prompt back."""
-    assert not request.num_output_tokens
-    _set_prompt(request, token_ids)
-
-
-def _set_prompt(request: Any, token_ids: list[int]) -> None:
-    request.prompt_token_ids = token_ids
-    request.num_prompt_tokens = len(token_ids)
-    request._all_token_ids[:] = token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,21 +18,17 @@ from kvmosaic.integrations.vllm.report import ComposedReport
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.requirement import is_composing_required, require_composing
 from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit, move_in
-from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, WriteLog
+from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
+from kvmosaic.integrations.vllm.scheduler.chunk_lookup import ChunkLookup
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
-    PromptPiece,
     first_private_block,
     recomputed_runs,
     take_apart,
 )
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
-from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, SeenBlocks, report_of
-from kvmosaic.integrations.vllm.scheduler.in_place import (
-    InPlacePlan,
-    OwnTokensHasher,
-    hide_documents,
-    show_documents,
-)
+from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, report_of
+from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
+from kvmosaic.integrations.vllm.scheduler.own_tokens import OwnTokensHasher, hide_documents, show_documents
 from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
@@ -92,10 +88,9 @@ class SchedulerSide:
         """Blocks of requests that are given up in the step being scheduled, which vLLM counts as computed."""
         self._moved: dict[str, int] = {}
         """Tokens moved or loaded into requests that begin in the step being scheduled."""
-        self._written = WriteLog(self._block_size)
+        self._lookup = ChunkLookup(lambda: self.store, self._block_size)
         self._retrying: str | None = None
         """The one request that may submit a chunk again: if all did, they would evict each other's."""
-        self._step = 0
         self._num_asked = 0
         self.tally = ReportCounters()
         self._sender = ReportSender()
@@ -171,8 +166,8 @@ class SchedulerSide:
             composed.num_cached = self.store.num_leading(request.block_hashes) * self._block_size
             if composed.in_place is not None:  # own tokens are counted like the prompt's up to the first document
                 composed.num_cached = min(composed.num_cached, composed.in_place.num_before_documents)
-            self._look(composed, range(len(composed.pieces)), self._step - 1)
-            self._record_sighting(composed, composed.num_cached, self._step - 1)
+            self._lookup.look(composed, range(len(composed.pieces)), self._lookup.step - 1)
+            self._lookup.look_at_prefix(composed, composed.num_cached, self._lookup.step - 1)
             self._ask(composed, range(len(composed.pieces)))
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -199,7 +194,7 @@ class SchedulerSide:
         for request_id in self._waiters.pop(name, ()):
             composed = self._requests[request_id]
             pieces = [i for i, piece in enumerate(composed.pieces) if composed.hashes[piece.prompt][-1] == name]
-            self._look(composed, pieces, self._step - 1)
+            self._lookup.look(composed, pieces, self._lookup.step - 1)
             if loaded is not None:
                 composed.loaded[composed.pieces[pieces[-1]].prompt] = loaded
 
@@ -247,22 +242,6 @@ class SchedulerSide:
         request.update_block_hashes()
 
     # Lookup of chunks and requests for missing ones
-
-    def _look(self, composed: ComposedRequest, pieces: Any, step: int) -> None:
-        """Finds the cached blocks of pieces; steps after `step` may move them."""
-        for index in pieces:
-            piece = composed.pieces[index]
-            blocks = self.store.find(self._hashes(composed, piece))
-            sighting = composed.sightings.get(index)
-            if blocks is None:
-                composed.sightings.pop(index, None)
-            elif sighting is None or sighting.blocks != blocks or self._written.since(blocks, sighting.num_steps):
-                composed.sightings[index] = SeenBlocks(blocks, step, self._step)
-
-    def _hashes(self, composed: ComposedRequest, piece: PromptPiece) -> tuple[Any, ...]:
-        first = piece.offset // self._block_size
-        stop = piece.offset + piece.stop - piece.start
-        return composed.hashes[piece.prompt][first : -(-stop // self._block_size)]
 
     def _ask(self, composed: ComposedRequest, pieces: Any) -> None:
         """Submits the chunk prompts of missing pieces, and waits for them."""
@@ -323,75 +302,39 @@ class SchedulerSide:
         if num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
-        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
-            return None
-        self._look(composed, needed, self._step)
-        if any(index not in composed.sightings for index in needed):
-            self._ask(composed, needed)
+        if not self._can_read(composed, needed):
             return None  # bypassed: the prefix is to be looked up again, as that of an ordinary prompt
-        if any(composed.sightings[index].step >= self._step for index in needed):
-            return None
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_local)
-        if runs and self._forget_unrepairable(composed, num_local):
+        if runs and self._lookup.forget_unrepairable(composed, num_local):
             return None
-        if runs and not self._record_sighting(composed, num_local, self._step):
+        if runs and not self._lookup.look_at_prefix(composed, num_local, self._lookup.step):
             return None
-        composed.planned = [self._remainder(composed, index, num_local) for index in needed]
+        composed.planned = [self._lookup.remainder(composed, index, num_local) for index in needed]
         for _, blocks in composed.planned:
             self.store.acquire(blocks)
         return composed.composition.end - num_local
+
+    def _can_read(self, composed: ComposedRequest, needed: Sequence[int]) -> bool:
+        """Whether the step being scheduled may read these pieces; missing ones are requested."""
+        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
+            return False
+        self._lookup.look(composed, needed, self._lookup.step)
+        if any(index not in composed.sightings for index in needed):
+            self._ask(composed, needed)
+            return False
+        return self._lookup.are_complete(composed, needed)
 
     def _match_in_place(self, composed: ComposedRequest, plan: InPlacePlan, num_local: int) -> int | None:
         """Number of tokens of the system text that this step can move in, if it can read all documents; None: wait."""
         num_read = plan.num_read
         needed = [*range(num_read)]
         needed += [index for index in range(num_read, len(composed.pieces)) if composed.pieces[index].stop > num_local]
-        if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
-            return None
-        self._look(composed, needed, self._step)
-        if any(index not in composed.sightings for index in needed):
-            self._ask(composed, needed)
-            return None
-        if any(composed.sightings[index].step >= self._step for index in needed):
+        if not self._can_read(composed, needed):
             return None
         for index in needed:  # until the request is admitted, and pins them
             self.store.acquire(composed.sightings[index].blocks)
-        composed.planned = [self._remainder(composed, index, num_local) for index in needed[num_read:]]
+        composed.planned = [self._lookup.remainder(composed, index, num_local) for index in needed[num_read:]]
         return sum(piece.stop - piece.start for piece, _ in composed.planned)
-
-    def _record_sighting(self, composed: ComposedRequest, num_local: int, step: int) -> bool:
-        """Records the blocks of the first `num_local` tokens; returns whether they were found before this step.
-
-        Repairs read them before the step's forward, while vLLM reports blocks that only this forward writes as cached.
-        """
-        blocks = self.store.find(composed.request.block_hashes[: num_local // self._block_size])
-        if blocks is None:
-            return False
-        seen = composed.prefix
-        is_known = seen is not None and seen.step < self._step and seen.blocks[: len(blocks)] == blocks
-        if seen is not None and is_known and not self._written.since(blocks, seen.num_steps):
-            return True
-        composed.prefix = SeenBlocks(blocks, step, self._step)
-        return not blocks
-
-    def _forget_unrepairable(self, composed: ComposedRequest, num_local: int) -> bool:
-        """Forgets blocks that this request cannot begin with; returns whether there are any.
-
-        In shared positions, documents of an earlier composed prompt are in its blocks where the question sees them.
-        Repaired tokens see them one after the other, so they are moved again from where they were computed.
-        """
-        first, stop = first_private_block(composed.layout, self._block_size), num_local // self._block_size
-        if not composed.composition.repair or not composed.layout.rules.overlaps or first >= stop:
-            return False
-        self.store.forget(self.store.find(composed.request.block_hashes[first:stop]) or ())
-        return True
-
-    def _remainder(self, composed: ComposedRequest, index: int, num_local: int) -> tuple[PromptPiece, tuple[Any, ...]]:
-        """The rest of a piece after the first `num_local` tokens, and the blocks that hold it."""
-        piece, blocks = composed.pieces[index], composed.sightings[index].blocks
-        cut = max(num_local - piece.start, 0)
-        left = replace(piece, start=piece.start + cut, offset=piece.offset + cut)
-        return left, blocks[left.offset // self._block_size - piece.offset // self._block_size :]
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Handles the block allocation of a request; the last `num_external` of its tokens are to be moved in."""
@@ -476,7 +419,7 @@ class SchedulerSide:
                 done.returns += admission.returns
         self._admitted.clear()
         done.failed, self._failed = self._failed, []
-        self._written.note(scheduled, self._step, self._moved)
+        self._lookup.written.note(scheduled, self._lookup.step, self._moved)
         self._moved.clear()
         for request_id in scheduled.num_scheduled_tokens:
             composed = self._requests.get(request_id)
@@ -489,7 +432,7 @@ class SchedulerSide:
             self.tiering.operations(done, scheduled, bool(getattr(self._scheduler, "pause_state", 0)))
         self.store.release()
         self._sender.remove_delivered()
-        self._step += 1
+        self._lookup.step += 1
         self.tally.moved(sum(move.num_tokens for move in done.moves))
         self.tally.chunk_prompts(self._num_asked, len(self._chunks))
         self._num_asked = 0
