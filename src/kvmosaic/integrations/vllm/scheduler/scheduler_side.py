@@ -302,7 +302,7 @@ class SchedulerSide:
         if num_local >= composed.composition.end:
             return 0
         needed = [index for index, piece in enumerate(composed.pieces) if piece.stop > num_local]
-        if not self._can_read(composed, needed):
+        if not self._find(composed, needed):
             return None  # bypassed: the prefix is to be looked up again, as that of an ordinary prompt
         runs = recomputed_runs(composed.layout, composed.composition.repair, num_local)
         if runs and self._lookup.forget_unrepairable(composed, num_local):
@@ -314,8 +314,8 @@ class SchedulerSide:
             self.store.acquire(blocks)
         return composed.composition.end - num_local
 
-    def _can_read(self, composed: ComposedRequest, needed: Sequence[int]) -> bool:
-        """Whether the step being scheduled may read these pieces; missing ones are requested."""
+    def _find(self, composed: ComposedRequest, needed: Sequence[int]) -> bool:
+        """Finds pieces, or requests them; returns whether the step being scheduled may read all of them."""
         if any(self._chunks.is_under_way(composed.hashes[composed.pieces[i].prompt][-1]) for i in needed):
             return False
         self._lookup.look(composed, needed, self._lookup.step)
@@ -329,7 +329,7 @@ class SchedulerSide:
         num_read = plan.num_read
         needed = [*range(num_read)]
         needed += [index for index in range(num_read, len(composed.pieces)) if composed.pieces[index].stop > num_local]
-        if not self._can_read(composed, needed):
+        if not self._find(composed, needed):
             return None
         for index in needed:  # until the request is admitted, and pins them
             self.store.acquire(composed.sightings[index].blocks)
