@@ -19,7 +19,7 @@ def sleep_and_wake(engine: Any, ask: dict[str, Any], level: int, known: bool) ->
     Workers on a CPU cannot give memory back, so from level 1 on a stand-in does to the cache what a GPU does to it:
     what was there is gone.
     """
-    from support.vllm.inside import _prompt, _said, state
+    from support.vllm.inside import _said, prompt_and_params, state
 
     if not known:
         engine.llm.reset_prefix_cache()
@@ -27,7 +27,7 @@ def sleep_and_wake(engine: Any, ask: dict[str, Any], level: int, known: bool) ->
     executor.sleep = lambda level: [cache.fill_(float("nan")) for cache in caches()]
     executor.wake_up = lambda tags: None
     engine.core.sleep(level)
-    prompt, params = _prompt(ask)
+    prompt, params = prompt_and_params(ask)
     engine.engine.add_request("asleep", prompt, params)
     meanwhile = []
     for _ in range(5):
