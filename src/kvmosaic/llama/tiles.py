@@ -1,10 +1,11 @@
 """Tiles: llama.cpp's attention on CPUs takes 64 rows at once, or else one by one, which is slower.
 
-So a forward of fewer rows that read many tokens takes less time with 64. CPU milliseconds of SmolLM2-135M, one thread:
+So a forward of fewer rows that read many tokens takes less time with 64. CPU milliseconds of SmolLM2-135M, one thread (a
+repeated run differs by up to a tenth):
 
     rows over 2,400 tokens    16     24     32     48     64    padded
     Q4_1                     353    540    714   1113    658       671
-    Q8_0                     331    479    628    942    455       455
+    Q8_0                     331    479    628    942    513       453
 
     rows over 600 tokens      16     24     32     48     64    padded
     Q4_1                     158    232    306    456    443       443
