@@ -1,7 +1,7 @@
 """Tiles: llama.cpp's attention on CPUs takes 64 rows at once, or else one by one, which is slower.
 
-So a forward of fewer rows that read many tokens takes less time with 64. CPU milliseconds of SmolLM2-135M, one thread (a
-repeated run differs by up to a tenth):
+So a forward of fewer rows that read many tokens takes less time with 64. CPU milliseconds of SmolLM2-135M, one thread
+(a repeated run differs by up to a tenth):
 
     rows over 2,400 tokens    16     24     32     48     64    padded
     Q4_1                     353    540    714   1113    658       671
