@@ -70,9 +70,9 @@ test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 test-llama: $(LLAMA_VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
 
-# one process: vLLM takes long to load, so it is loaded once and every engine is a fork of that process
+# vLLM takes long to load, so each worker loads it once, and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/vllm
 
 test-vllm-portable: $(VLLM_VENV)/.installed
 	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(VLLM_VENV)/bin/python -m pytest \
