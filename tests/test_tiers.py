@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from pathlib import Path
 
 import pytest
+from support.cpu_time import least_cpu_seconds
 from support.families import build
 from support.server import loaded_reader
 
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams, TierConfig
 from kvmosaic.errors import EngineAsleep, InvalidConfig
 from kvmosaic.model import LoadedModel
-from kvmosaic.tiers import Deadline
+from kvmosaic.tiers import Deadline, Tier, open_tiers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 DOCUMENTS = [
@@ -93,11 +93,9 @@ def test_ten_thousand_chunks_on_disk_are_ready_at_once_and_only_the_question_is_
         (folder / f"{name}.safetensors").write_bytes(b"x" * 64)
     with open_llm() as plain:  # the model's files are in memory by now
         ask(plain)
-    begin = time.process_time()
-    from kvmosaic.tiers import open_tiers
-
-    [tier] = open_tiers([url])
-    assert time.process_time() - begin < 1.0
+    opened: list[Tier] = []
+    assert least_cpu_seconds(lambda: opened.extend(open_tiers([url])), tries=1) < 1.0
+    [tier] = opened
     assert tier.stat().num_entries == 10_006
     tier.close()
     with open_llm(url) as second:
