@@ -149,18 +149,36 @@ class ComposedHasher:
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
-        hashes: list[BlockHash] = []
-        size = self._block_size
-        before = request.block_hashes[-1] if request.block_hashes else None
-        for block in range(len(request.block_hashes), request.num_tokens // size):
-            start, stop = block * size, (block + 1) * size
-            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
-            if block >= self._first_private:
-                marks = ((*mark, at - start) for at, mark in self._marks if start <= at < stop)
-                extra = (*(extra or ()), *self._method, *chain.from_iterable(marks))
-            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
-            hashes.append(before)
-        return hashes
+        return missing_hashes(request, self._block_size, self._digest, self._own_keys)
+
+    def _own_keys(self, start: int, stop: int) -> tuple[Any, ...]:
+        if start < self._first_private * self._block_size:
+            return ()
+        marks = ((*mark, at - start) for at, mark in self._marks if start <= at < stop)
+        return (*self._method, *chain.from_iterable(marks))
+
+
+def missing_hashes(
+    request: Any, block_size: int, digest: Callable[[Any], bytes], own_keys: Callable[[int, int], tuple[Any, ...]]
+) -> list[BlockHash]:
+    """Hashes of the full blocks of a request that have none yet, as vLLM computes them.
+
+    Args:
+        request: vLLM's request.
+        block_size: tokens per block.
+        digest: vLLM's hash function.
+        own_keys: from the first token of a block and the one after its last, what its hash covers in addition.
+    """
+    hashes: list[BlockHash] = []
+    before = request.block_hashes[-1] if request.block_hashes else None
+    for start in range(len(request.block_hashes) * block_size, request.num_tokens - block_size + 1, block_size):
+        stop = start + block_size
+        extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+        if own := own_keys(start, stop):
+            extra = (*(extra or ()), *own)
+        before = hash_block_tokens(digest, before, request.all_token_ids[start:stop], extra)
+        hashes.append(before)
+    return hashes
 
 
 def _mark_of(segment: Segment) -> tuple[str, ...]:

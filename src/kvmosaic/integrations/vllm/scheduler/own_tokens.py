@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+from vllm.v1.core.kv_cache_utils import BlockHash
 
+from kvmosaic.integrations.vllm.scheduler.composed import missing_hashes
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 
 _SPACE = "kvmosaic-in-place-1"
@@ -26,18 +27,11 @@ class OwnTokensHasher:
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
-        hashes: list[BlockHash] = []
-        size = self._block_size
-        before = request.block_hashes[-1] if request.block_hashes else None
-        for block in range(len(request.block_hashes), request.num_tokens // size):
-            start, stop = block * size, (block + 1) * size
-            extra, _ = generate_block_hash_extra_keys(request, start, stop, 0)
-            own = [(index - start, *mark) for index, mark in self._marks if start <= index < stop]
-            if own:
-                extra = (*(extra or ()), _SPACE, *chain.from_iterable(own))
-            before = hash_block_tokens(self._digest, before, request.all_token_ids[start:stop], extra)
-            hashes.append(before)
-        return hashes
+        return missing_hashes(request, self._block_size, self._digest, self._own_keys)
+
+    def _own_keys(self, start: int, stop: int) -> tuple[Any, ...]:
+        own = [(index - start, *mark) for index, mark in self._marks if start <= index < stop]
+        return (_SPACE, *chain.from_iterable(own)) if own else ()
 
 
 def hide_documents(request: Any, plan: InPlacePlan, max_model_len: int) -> None:
