@@ -9,6 +9,8 @@ from support.server import RunningServer
 
 KEYS = {"acme": "acme-key-123", "zenith": "zenith-key-123", "boss": "boss-key-123", "small": "small-key-123"}
 
+_LISTED = "return !['documents', 'documents-empty'].every((name) => document.getElementById(name).hidden)"
+
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
@@ -34,6 +36,7 @@ def log_in(screen: Screen, server: RunningServer, tenant: str) -> None:
     screen.find("#key").send_keys(KEYS[tenant])
     screen.click("#key-form .main")
     screen.until(lambda: screen.text("#connection") == "Live", "the connection")
+    screen.until(lambda: screen.run(_LISTED), "the tenant's documents, or that there are none")
 
 
 def test_a_wrong_key_is_refused_and_asked_for_again(locked: RunningServer, screen: Screen) -> None:
