@@ -67,6 +67,7 @@ class Screen:
     def __init__(self, browser: webdriver.Chrome) -> None:
         self.browser = browser
         browser.get_log("browser")  # what others left there
+        self.slow(0)
         self.forgiven: tuple[str, ...] = ()
         """Parts of console messages that this test brings about, such as the status of a refused request."""
 
@@ -83,6 +84,12 @@ class Screen:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
+    def slow(self, milliseconds: int) -> None:
+        """Every answer of the server takes this much longer, in this test."""
+        self.browser.execute_cdp_cmd("Network.enable", {})
+        conditions = {"offline": False, "latency": milliseconds, "downloadThroughput": -1, "uploadThroughput": -1}
+        self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
+
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script returns."""
         return self.browser.execute_script(script, *arguments)
@@ -95,9 +102,16 @@ class Screen:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
 
     def click(self, selector: str) -> None:
+        element = self.until(lambda: self._at_rest(selector), selector)
+        element.click()
+
+    def _at_rest(self, selector: str) -> WebElement | None:
+        """The first visible element, if it may be clicked and no news move it while one looks."""
         element = self.find(selector)
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
-        element.click()
+        before = element.rect
+        time.sleep(0.03)
+        return element if element.is_enabled() and element.rect == before else None
 
     def text(self, selector: str) -> str:
         return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", selector))

@@ -127,6 +127,13 @@ def test_a_question_without_documents_is_an_ordinary_prompt(server: RunningServe
     assert [name for name, _ in screen.ask("Who is there?")] == ["prompt"]
 
 
+def test_nobody_can_ask_before_the_server_has_answered(server: RunningServer, screen: Screen) -> None:
+    screen.slow(milliseconds=500)
+    screen.open(server.url)
+    assert not screen.find("#ask").is_enabled()
+    assert [name for name, _ in screen.ask("Who is there?")] == ["prompt"]
+
+
 def test_lost_reuse_is_shown_with_its_reason_and_what_to_do(screen: Screen) -> None:
     text = "Fenbury was founded in 1642. It lies on the river Quinan, and has a market on Fridays."
     with RunningServer() as server:
