@@ -10,7 +10,7 @@ from support.engine_conformance import CASES, Reference, run_case
 from support.llama_engine import llama_engine, llama_reader
 
 from kvmosaic.llama import runner
-from kvmosaic.llama.tiles import TILE, RowCost, num_padding, row_cost
+from kvmosaic.llama.tiles import TILE, Part, RowCost, is_shorter_apart, num_padding, row_cost
 
 SMOLLM2 = row_cost(135_000_000, "Q4_1", 2 * 30 * 9 * 64)
 SMOLLM2_Q8 = row_cost(135_000_000, "Q8_0", 2 * 30 * 9 * 64)
@@ -25,6 +25,30 @@ def always(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
 def test_engines_with_padded_forwards_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "num_padding", always)
     run_case(case, llama_engine(llama_reader()), Reference(reader(), 0.05))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_whose_rows_all_have_a_forward_of_their_own_give_the_same(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "is_shorter_apart", lambda *_: True)
+    run_case(case, llama_engine(llama_reader()), Reference(reader(), 0.05))
+
+
+def part(num_rows: int, **reads: int) -> Part:
+    return Part(num_rows, reads)
+
+
+def test_prompts_have_forwards_of_their_own_and_answers_share_one() -> None:
+    assert is_shorter_apart(part(1024), part(1024), SMOLLM2_Q8)
+    assert is_shorter_apart(part(1024), part(1, own=1024), SMOLLM2_Q8)
+    assert not is_shorter_apart(part(1, a=1024), part(1, b=1024), SMOLLM2_Q8)
+    assert not is_shorter_apart(part(7, a=7168), part(1, b=1024), SMOLLM2_Q8)
+
+
+def test_questions_about_the_same_documents_share_a_forward() -> None:
+    assert not is_shorter_apart(part(60, document=2400), part(60, document=2400), SMOLLM2_Q8)
+    assert not is_shorter_apart(part(60, document=2400, own=100), part(60, document=2400, other=90), LLAMA_8B)
 
 
 def test_a_forward_is_padded_where_that_is_shorter() -> None:

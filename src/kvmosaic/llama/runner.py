@@ -21,7 +21,7 @@ from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
-from kvmosaic.llama.tiles import TILE, TILED_TYPES, num_padding, row_cost
+from kvmosaic.llama.tiles import TILE, TILED_TYPES, Part, is_shorter_apart, num_padding, row_cost
 from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target
 from kvmosaic.model.runner import SpanRows
 
@@ -184,13 +184,29 @@ class LlamaRunner:
     def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Tensor]]:
         """Runs groups; returns the number of each row's group, and the logits, of each forward."""
         found: list[tuple[list[int], Tensor]] = []
-        for level in _levels(groups):
-            waiting = list(reversed(level))
+        for part in (part for level in _levels(groups) for part in self._parts(level)):
+            waiting = list(reversed(part))
             while waiting:
                 if found:  # the next forward overwrites them
                     found[-1] = (found[-1][0], found[-1][1].clone())
                 found.append(self._forward(self._fill(waiting)))
         return found
+
+    def _parts(self, groups: list[_Group]) -> list[list[_Group]]:
+        """Groups that are to share a forward; without views that others take, `Cells.rest` moves their cells away."""
+        if not self._is_tiled or len(groups) < 2:
+            return [groups]
+        parts: list[tuple[Part, list[_Group]]] = []
+        for group in groups:
+            added = Part(len(group.token_ids), {run: run.num_tokens for run in group.runs})
+            for number, (part, members) in enumerate(parts):
+                if not is_shorter_apart(part, added, self._row_cost):
+                    joined = Part(part.num_rows + added.num_rows, {**part.reads, **added.reads})
+                    parts[number] = (joined, [*members, group])
+                    break
+            else:
+                parts.append((added, [group]))
+        return [members for _, members in parts]
 
     def _fill(self, waiting: list[_Group]) -> list[tuple[_Group, SequenceView]]:
         """Takes groups from the end of a list, as many as one forward has rows and sequences for."""
