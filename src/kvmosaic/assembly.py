@@ -239,6 +239,13 @@ def open_model(
     Raises:
         ModelNotFound, UnsupportedModel, InvalidConfig: see `load_model` and `load_llama`.
     """
+    if options.get("adapters"):
+        if engine == "llama":
+            raise InvalidConfig(
+                "adapters are for transformers: llama.cpp applies an adapter to all prompts of a context; take "
+                "engine='transformers', or merge the adapter into the weights before the file is written"
+            )
+        engine = "transformers"
     if runs_in_llama(name, engine, dtype, quantization, kv_cache_dtype):
         from kvmosaic.llama.model import gpu_layers_of, load_llama
 

@@ -5,6 +5,7 @@
     │   ├── InvalidRepair             a repair policy that does not exist, or does not suit the request
     │   ├── InvalidPreamble           a rule for the end of the preamble that cannot be read or used
     │   ├── InvalidProfile            a file that is no profile of this model
+    │   ├── InvalidAdapter            a folder that holds no adapter of this model
     │   ├── InvalidTrace              a file of recorded requests that cannot be read or replayed
     │   ├── MissingExtra              a library that is not installed, of one of our extras
     │   ├── NativeUnavailable         the C extension is asked for and is not there
@@ -84,6 +85,10 @@ class InvalidPreamble(InvalidConfig):
 
 class InvalidProfile(InvalidConfig):
     """A file that is no profile, or a profile of another model or version."""
+
+
+class InvalidAdapter(InvalidConfig):
+    """A folder that holds no adapter, a damaged one, or one for another model."""
 
 
 class InvalidTrace(InvalidConfig):

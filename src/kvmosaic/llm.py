@@ -96,6 +96,8 @@ class LLM:
         self_check: bool = True,
         tool_format: str = "auto",
         trust_remote_code: bool = False,
+        adapters: Mapping[str, str | Path] | None = None,
+        merge_adapter: bool = False,
     ) -> None:
         """Loads a model and gives it its caches.
 
@@ -129,9 +131,13 @@ class LLM:
             tool_format: how the model writes tool calls: "hermes", "llama3_json", "mistral", …; "auto": as its chat
                 template does.
             trust_remote_code: run Python code that comes with the checkpoint.
+            adapters: folders of low-rank adapters (LoRA, as PEFT writes them), by name. The first one computes prompts
+                with documents; others are chosen by `Prompt.adapter`, or `chat(adapter=…)`. Prompts without documents
+                are the base model's. Chunks of different adapters are different chunks.
+            merge_adapter: add the only adapter to the weights instead: it computes all prompts, and costs no time.
 
         Raises:
-            ModelNotFound, UnsupportedModel: see `load_model`.
+            ModelNotFound, UnsupportedModel, InvalidAdapter: see `load_model`.
             NotMovable: the position strategy moves documents and the model does not allow that.
             InvalidConfig: a setting that cannot work, for example memory for less than one block.
             InvalidProfile: a profile was named, and it cannot be read or is for another model.
@@ -145,6 +151,11 @@ class LLM:
             torch.set_num_threads(self.engine_config.num_threads)
         self.model: AnyModel
         if not isinstance(model, str | Path):
+            if adapters:
+                raise InvalidConfig(
+                    "adapters are attached when a model is loaded, and this one is loaded already; give its folder, or "
+                    "load it with load_model(..., adapters=...)"
+                )
             if quantization != "none":
                 raise InvalidConfig(
                     f"quantization is {quantization!r}, but the model is loaded already; give its folder, or load it "
@@ -162,6 +173,8 @@ class LLM:
                 max_positions=self.engine_config.max_model_len,
                 prepack=prepack,
                 trust_remote_code=trust_remote_code,
+                adapters=adapters or {},
+                merge_adapter=merge_adapter,
             )
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
@@ -250,6 +263,7 @@ class LLM:
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
         find_documents: str | None = None,
+        adapter: str | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations over documents, rendered through the model's chat template.
@@ -271,6 +285,7 @@ class LLM:
             preamble: how much of the system text documents see, instead of the configured one.
             find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
                 configured ones.
+            adapter: name of the adapter that computes them; "": the base model; None: the default, see `LLM`.
             progress: called after every finished conversation.
 
         Raises:
@@ -292,6 +307,7 @@ class LLM:
             )
             for conversation, each in zip(conversations, params, strict=True)
         ]
+        encoded = [replace(prompt, adapter=adapter) for prompt in encoded]
         if reader is not None:
             params = [reader.sampling(each) for each in params]
         placing = position_strategy, chunk_context

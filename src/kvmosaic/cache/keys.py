@@ -21,6 +21,7 @@ TOKEN_BYTES = 4
 DEFAULT_TENANT = "default"
 """Default secret and tenant, when none is configured or named: entries are shared among all such users."""
 _MAX_TOKEN_ID = 2**32 - 1
+_ADAPTER = b"kvm-lora"
 _ROOT, _BLOCK, _RUN, _NEXT, _PART = b"kvm-root", b"kvm-blok", b"kvm-run.", b"kvm-next", b"kvm-part"
 
 
@@ -57,7 +58,7 @@ def decode_tokens(tokens: bytes) -> tuple[int, ...]:
 
 
 class KeyChain:
-    """Key derivation for one model, one tenant and one salt.
+    """Key derivation for one model, one tenant, one salt and one adapter (the digest of its content, if any).
 
         root(start, seen)             what a span saw and where it starts; no tokens yet
           ├─ run(root, tokens)        a whole closed span: a chunk, a system prompt; the key listed in `seen`
@@ -79,7 +80,13 @@ class KeyChain:
     """
 
     def __init__(
-        self, fingerprint: str, salt: str = "", algorithm: HashAlgorithm = "sha256", *, tenant: str = ""
+        self,
+        fingerprint: str,
+        salt: str = "",
+        algorithm: HashAlgorithm = "sha256",
+        *,
+        tenant: str = "",
+        adapter: str = "",
     ) -> None:
         if algorithm not in _DIGESTS:
             raise InvalidConfig(f"hash_algorithm is {algorithm!r}; choose 'sha256' or 'xxh3_128'")
@@ -87,6 +94,8 @@ class KeyChain:
         self._digest = _DIGESTS[algorithm]
         tenant = "" if tenant == DEFAULT_TENANT else tenant
         self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
+        if adapter:  # keys of the base model are as before adapters existed
+            self._origin += _ADAPTER + _text(adapter)
 
     def root(self, start: int, seen: Iterable[tuple[Key, int]] = ()) -> Key:
         """The key of a span before its first token: its start, and the runs it saw, each with its distance."""

@@ -88,7 +88,7 @@ class KVCache(TenantChunks):
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
         """Finds what would be reused, computed or waited for. Changes only the number and time of lookups."""
-        return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant))
+        return self._lookup.plan(layout, salt, tenant, self._chain(salt, tenant, layout))
 
     def allocate(
         self, plan: Plan, *, priority: float = 0.5, again: bool = False, loaded: Collection[Key] = ()
@@ -119,7 +119,9 @@ class KVCache(TenantChunks):
             plan = self.plan(plan.layout, plan.salt, plan.tenant)
             found = self._lookup.revalidate(plan, loaded)
             assert found is not None, "a new plan passes over keys that are taken"
-        allocation = self._allocator.allocate(plan, found, self._chain(plan.salt, plan.tenant), again=again)
+        allocation = self._allocator.allocate(
+            plan, found, self._chain(plan.salt, plan.tenant, plan.layout), again=again
+        )
         allocation.priority = priority
         self._origins.note(plan)
         if allocation.copies:
@@ -394,8 +396,9 @@ class KVCache(TenantChunks):
         self._prefix.check_invariants()
         self._chunks.check_invariants()
 
-    def _chain(self, salt: str, tenant: str) -> KeyChain:
-        return KeyChain(self.fingerprint, salt, self.config.hash_algorithm, tenant=tenant)
+    def _chain(self, salt: str, tenant: str, layout: Layout) -> KeyChain:
+        algorithm, adapter = self.config.hash_algorithm, layout.adapter.key_digest
+        return KeyChain(self.fingerprint, salt, algorithm, tenant=tenant, adapter=adapter)
 
 
 def _used(pool: BlockPool) -> list[BlockId]:

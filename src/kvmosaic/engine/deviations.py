@@ -109,6 +109,7 @@ def _rows(sequence: Sequence, layout: Layout, stands: Mapping[int, int], part: _
         pool="request",
         slots=(),
         reads=reads,
+        adapter=layout.adapter.digest,
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvmosaic.attention import PoolName
     from kvmosaic.cache import BlockCopy
     from kvmosaic.layers import LayerGeometry, LayerShape
-    from kvmosaic.layout import Layout
+    from kvmosaic.layout import Layout, LayoutAdapter
     from kvmosaic.memory import ChunkTensors
     from kvmosaic.model.runner import SpanRows
 
@@ -62,6 +62,10 @@ class EngineModel(Protocol):
     @property
     def frequency_note(self) -> str:
         """How its rotary frequencies differ from those it was published with."""
+
+    @property
+    def adapters(self) -> Mapping[str, LayoutAdapter]:
+        """Low-rank adapters by name, the default one first."""
 
     @property
     def is_movable(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,15 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
 from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, InvalidPrompt, NotMovable, PromptTooLong
-from kvmosaic.layout import ChunkContext, Layout, RollingWindow, arrange, choose_strategy
+from kvmosaic.layout import (
+    BASE_MODEL,
+    ChunkContext,
+    Layout,
+    LayoutAdapter,
+    RollingWindow,
+    arrange,
+    choose_strategy,
+)
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
@@ -116,6 +124,7 @@ class Placer:
         """
         strategy, context = strategy or self._config.position_strategy, context or self._config.chunk_context
         model, max_positions = self._model, self.max_positions
+        adapter = adapter_of(prompt, model.adapters)
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
@@ -126,7 +135,8 @@ class Placer:
             # the lead-in has no room
             layout = arrange(replace(prompt, lead_in=()), strategy, context, moves_sections=model.is_movable)
         if chunks_only:
-            layout = Layout(layout.spans[:-1], layout.strategy, layout.chunk_context)
+            layout = replace(layout, spans=layout.spans[:-1])
+        layout = replace(layout, adapter=adapter)
         if layout.is_moved and not model.is_movable:
             raise not_movable(model, strategy, context)
         if max_positions is not None:
@@ -138,6 +148,22 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
+
+
+def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:
+    """The adapter that computes a prompt: the named one; by default the model's first one where it has documents.
+
+    Raises:
+        InvalidPrompt: there is none of this name.
+    """
+    if prompt.adapter:
+        if prompt.adapter not in adapters:
+            known = ", ".join(map(repr, adapters)) or "none; load it with --adapter NAME=FOLDER, or LLM(adapters=…)"
+            raise InvalidPrompt(f"there is no adapter {prompt.adapter!r:.80}; loaded are {known}")
+        return adapters[prompt.adapter]
+    if prompt.adapter is None and prompt.chunks:
+        return next(iter(adapters.values()), BASE_MODEL)
+    return BASE_MODEL
 
 
 def _check_offsets(layout: Layout, max_positions: int) -> None:

@@ -99,6 +99,7 @@ def _rows(sequence: Sequence, span_index: int, first: int, num_tokens: int, num_
         num_logits=num_logits,
         # a single row reads what it sees, and nothing else: it needs no window
         rules=RowRules(0 if reads_itself else limit, positions, _observer(sequence, span_index)),
+        adapter=sequence.request.layout.adapter.digest,
     )
 
 

@@ -12,15 +12,27 @@ if TYPE_CHECKING:
     from kvmosaic.layout.dense_layout import DenseLayout, dense
     from kvmosaic.layout.repaired_layout import exact_spans, repair_positions, repaired
     from kvmosaic.layout.rolling_window import RollingWindow
-    from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, SoftmaxWeight, Span, View, Visibility
+    from kvmosaic.layout.span import (
+        BASE_MODEL,
+        UNWEIGHTED,
+        ChunkContext,
+        Layout,
+        LayoutAdapter,
+        SoftmaxWeight,
+        Span,
+        View,
+        Visibility,
+    )
     from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, choose_strategy
 
 __all__ = [
+    "BASE_MODEL",
     "STRATEGIES",
     "UNWEIGHTED",
     "ChunkContext",
     "DenseLayout",
     "Layout",
+    "LayoutAdapter",
     "PositionStrategy",
     "RollingWindow",
     "SoftmaxWeight",
@@ -43,7 +55,17 @@ _HOMES = {
     "dense_layout": ("DenseLayout", "dense"),
     "repaired_layout": ("exact_spans", "repair_positions", "repaired"),
     "rolling_window": ("RollingWindow",),
-    "span": ("UNWEIGHTED", "ChunkContext", "Layout", "SoftmaxWeight", "Span", "View", "Visibility"),
+    "span": (
+        "BASE_MODEL",
+        "UNWEIGHTED",
+        "ChunkContext",
+        "Layout",
+        "LayoutAdapter",
+        "SoftmaxWeight",
+        "Span",
+        "View",
+        "Visibility",
+    ),
     "strategies": ("STRATEGIES", "PositionStrategy", "choose_strategy"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

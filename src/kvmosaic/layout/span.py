@@ -101,6 +101,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutAdapter:
+    """The low-rank adapter that computes a layout's tokens.
+
+    digest: identifies its content; empty: the base model
+    key_digest: the same, for cache keys; empty also where keys and values provably do not depend on the adapter
+    """
+
+    digest: str = ""
+    key_digest: str = ""
+
+
+BASE_MODEL = LayoutAdapter()
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """All spans of one prompt, in prompt order; a span sees only spans before it.
 
@@ -114,6 +129,8 @@ class Layout:
     fresh_tokens: int = 0
     """Number of last tokens of the last span that are computed even if cached, because their attention or logits are
     needed."""
+    adapter: LayoutAdapter = BASE_MODEL
+    """What computes it besides the model's own weights."""
 
     @property
     def rules(self) -> PositionStrategy:

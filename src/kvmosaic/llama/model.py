@@ -13,7 +13,7 @@ import torch
 from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, LayoutAdapter
 from kvmosaic.llama.interface import bindings, build_name, build_text
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
 from kvmosaic.llama.limits import why_unreadable
@@ -93,6 +93,11 @@ class LlamaModel:
     def dtype(self) -> torch.dtype:
         """Of the keys; float16 if they are quantized."""
         return _DTYPES.get(self.cache_type, torch.float16)
+
+    @property
+    def adapters(self) -> Mapping[str, LayoutAdapter]:
+        """Low-rank adapters: none, `open_model` refuses them."""
+        return {}
 
     @property
     def is_movable(self) -> bool:

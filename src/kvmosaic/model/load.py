@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidAdapter, InvalidConfig
 from kvmosaic.model.cpu.int8 import Quantization, quantize
 from kvmosaic.model.cpu.prepack import Prepack, let_file_go
 from kvmosaic.model.formats import LoadRequest, find_format
 from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.lora import merge, read_adapter
 
 
 def load_model(
@@ -25,6 +29,8 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
+    adapters: Mapping[str, str | Path] = MappingProxyType({}),
+    merge_adapter: bool = False,
 ) -> LoadedModel:
     """Loads a model of transformers and detects how its attention works.
 
@@ -44,8 +50,12 @@ def load_model(
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
         local_files_only: never access the hub, use only what was downloaded before.
+        adapters: folders of low-rank adapters, by name; see `LoadedModel.from_module`.
+        merge_adapter: add the updates of the only adapter to the weights, rounded to their dtype: ordinary prompts are
+            computed by it then, too, and nothing is slower than without.
 
     Raises:
+        InvalidAdapter: a folder without an adapter, or with one for another model; several to be merged.
         ModelNotFound: no such folder, file or name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, its attention cannot be reached, a GGUF file is damaged,
             or the package is missing that reads its weights.
@@ -53,17 +63,28 @@ def load_model(
             it is not supported.
     """
     place = _device(device)
+    read_adapters = {name: read_adapter(folder) for name, folder in adapters.items()}
+    if merge_adapter and len(adapters) != 1:
+        raise InvalidAdapter(f"{len(adapters)} adapters cannot be merged into the weights; give one")
     model_format, source = find_format(name_or_path)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     read = model_format.read(LoadRequest(source, dtype, place, quantization, options))
     is_int8 = quantization == "int8"
+    merged = next(iter(read_adapters.values())) if merge_adapter else None
+    if merged is not None:
+        merge(read.module, merged)
+        read_adapters = {}
     loaded = LoadedModel.from_module(
         read.module.to(place),
         read.tokenizer,
         max_positions=max_positions,
         prepack="never" if is_int8 else prepack,
+        adapters=read_adapters,
     )
-    loaded = replace(loaded, weights_note=read.note, fingerprint=read.fingerprint(loaded.fingerprint))
+    identity = read.fingerprint(loaded.fingerprint)
+    if merged is not None:  # the fingerprint samples weights; the adapter's content counts as a whole
+        identity = hashlib.sha256(f"{identity} {merged.digest}".encode()).hexdigest()
+    loaded = replace(loaded, weights_note=read.note, fingerprint=identity)
     if is_int8:
         loaded = quantize(loaded)
     let_file_go(loaded.module)

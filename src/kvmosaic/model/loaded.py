@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layers import LayerSpec
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, LayoutAdapter
 from kvmosaic.model.cpu.fuse import count_fused, fuse_operations
 from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pinned_note
 from kvmosaic.model.hook import Receiver, attention_scope
+from kvmosaic.model.lora import LoraAdapter, attach, computes_keys_of_base
 from kvmosaic.model.probe.probe import num_learned_positions, probe_layers
 from kvmosaic.sampling.defaults import FOLLOWED
 
@@ -60,6 +62,8 @@ class LoadedModel:
     """How its rotary frequencies differ from those of transformers; empty if they do not."""
     keeps_rows: bool = field(default=True, repr=False)
     """Whether its forward takes the rows that need logits."""
+    adapters: Mapping[str, LayoutAdapter] = field(default_factory=dict)
+    """Low-rank adapters beside its weights, by name, the default one first."""
 
     @classmethod
     def from_module(
@@ -70,6 +74,7 @@ class LoadedModel:
         *,
         max_positions: int | None = None,
         prepack: Prepack = False,
+        adapters: Mapping[str, LoraAdapter] = MappingProxyType({}),
     ) -> LoadedModel:
         """Wraps a transformers model that is already in memory. It is put in evaluation mode.
 
@@ -81,9 +86,12 @@ class LoadedModel:
                 length are pinned for it.
             prepack: see `load_model`. The model's own linear layers are replaced and can no longer be trained, and its
                 small operations are fused.
+            adapters: low-rank adapters to keep beside its weights, by the name that prompts give; the first one
+                computes prompts with documents that name none. Operations of adapted layers are not fused.
 
         Raises:
             UnsupportedModel: its attention cannot be reached, or its tokens are mixed by more than attention.
+            InvalidAdapter: an adapter is for another model.
             InvalidConfig: `max_positions` is not between 1 and the model's limit, or `prepack` cannot be done.
         """
         model.eval()
@@ -97,6 +105,8 @@ class LoadedModel:
         forward_limit = _counted_tokens(config, layers)
         embeddings = model.get_input_embeddings().weight
         identity = fingerprint or compute_fingerprint(model, model.config)
+        for adapter in adapters.values():
+            attach(model, adapter)
         if prepack_linears(model, prepack):
             fuse_operations(model, limit)
         return cls(
@@ -114,6 +124,7 @@ class LoadedModel:
             fingerprint=identity,
             frequency_note=pinned_note(model),
             keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
+            adapters={name: _layout_adapter(adapter, len(layers)) for name, adapter in adapters.items()},
         )
 
     @property
@@ -255,6 +266,10 @@ class LoadedModel:
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]
             return logits if self.keeps_rows else logits[logit_rows]
+
+
+def _layout_adapter(adapter: LoraAdapter, num_layers: int) -> LayoutAdapter:
+    return LayoutAdapter(adapter.digest, "" if computes_keys_of_base(adapter, num_layers) else adapter.digest)
 
 
 def _position_limit(config: Any) -> int | None:

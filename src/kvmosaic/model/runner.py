@@ -26,6 +26,7 @@ from kvmosaic.layers import AttentionCall
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
+from kvmosaic.model.lora import AdaptedRows, adapter_scope
 from kvmosaic.rope import TableCache
 
 
@@ -40,6 +41,7 @@ class SpanRows:
     reads_itself: a single token whose own slot is already among the reads
     num_logits: number of tokens at the end that need logits
     rules: what is special about rows of a repair, or of a text with a rolling window
+    adapter: digest of the low-rank adapter that computes them; empty: none
     """
 
     token_ids: Sequence[int]
@@ -50,6 +52,7 @@ class SpanRows:
     reads_itself: bool = False
     num_logits: int = 0
     rules: RowRules = ORDINARY_ROWS
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Batch:
     logit_rows: Tensor
     groups: tuple[RowGroup, ...]
     writes: tuple[Write, ...]
+    adapted: tuple[AdaptedRows, ...] = ()
 
 
 def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = True) -> Batch:
@@ -70,11 +74,16 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
     logit_rows: list[int] = []
     groups: list[RowGroup] = []
     written: dict[PoolName, tuple[list[int], list[int]]] = {}
+    adapted: list[AdaptedRows] = []
     for span in spans:
         first, count = len(token_ids), len(span.token_ids)
         token_ids.extend(span.token_ids)
         positions.extend(span.rules.positions or range(span.position, span.position + count))
         groups.append(RowGroup(first, count, span.position, span.reads, span.reads_itself, span.rules))
+        if span.adapter and adapted and adapted[-1].digest == span.adapter and adapted[-1].rows.stop == first:
+            adapted[-1] = AdaptedRows(span.adapter, slice(adapted[-1].rows.start, first + count))
+        elif span.adapter:
+            adapted.append(AdaptedRows(span.adapter, slice(first, first + count)))
         rows, slots = written.setdefault(span.pool, ([], []))
         rows.extend(range(first, first + count))
         slots.extend(span.slots)
@@ -89,6 +98,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
             for pool, (rows, slots) in written.items()
             if writes
         ),
+        tuple(adapted),
     )
 
 
@@ -152,7 +162,7 @@ class Runner:
         """
         batch = flatten(spans, self.model.device, writes=False)
         stop = _StopAt(self._attention(batch), layer_index)
-        with contextlib.suppress(_Stopped):
+        with contextlib.suppress(_Stopped), adapter_scope(batch.adapted):
             self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, stop)
         assert stop.key is not None, "every layer calls its attention"
         return stop.key
@@ -184,7 +194,8 @@ class Runner:
 
     def _forward(self, batch: Batch, receiver: Receiver) -> Tensor:
         """[R, V] logits of one forward, in the model's dtype."""
-        return self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
+        with adapter_scope(batch.adapted):
+            return self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
 
     def _attention(self, batch: Batch) -> StepAttention:
         return StepAttention(

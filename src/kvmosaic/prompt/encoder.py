@@ -155,7 +155,9 @@ class PromptEncoder:
             segments, encodings = with_preamble_tokens(segments, encodings, rule.num_tokens)
         lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
         checked = self._checked(segments, encodings, prompt.salt)
-        checked = replace(checked, tenant=prompt.tenant, is_joined=prompt.is_joined, lead_in=lead_in)
+        checked = replace(
+            checked, tenant=prompt.tenant, is_joined=prompt.is_joined, lead_in=lead_in, adapter=prompt.adapter
+        )
         if not self._is_joining or checked.is_plain:
             return checked
         has_ids = any(segment.token_ids is not None for segment in prompt.segments)

@@ -23,6 +23,7 @@ MAX_SEEN_CHUNKS = 2**16
 """Entries of `sees` of all chunks of a prompt: each is an attention read of its own."""
 MAX_SALT_CHARACTERS = 4_096
 MAX_TENANT_CHARACTERS = 256
+MAX_ADAPTER_CHARACTERS = 256
 MAX_DOCUMENTS = 10**6
 
 
@@ -164,6 +165,9 @@ class Prompt:
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
     lead_in: tuple[int, ...] = field(default=(), compare=False, repr=False)
     """Tokens before its chunks during their prefill, with chunk_context "lead_in"; empty: none."""
+    adapter: str | None = None
+    """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
+    prompts with documents only."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:
@@ -173,6 +177,12 @@ class Prompt:
         if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARACTERS:
             raise InvalidPrompt(
                 f"salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {self.salt!r:.80}"
+            )
+        if self.adapter is not None and (
+            not isinstance(self.adapter, str) or len(self.adapter) > MAX_ADAPTER_CHARACTERS
+        ):
+            raise InvalidPrompt(
+                f"adapter must be a name of at most {MAX_ADAPTER_CHARACTERS} characters, got {self.adapter!r:.80}"
             )
         kinds = [segment.kind for segment in self.segments]
         if kinds == [SegmentKind.PLAIN]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -114,10 +114,10 @@ class RecordingEngine(Engine):
         super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_num_batched_tokens=512))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Request]:
-        """Answers prompts in one batch, greedily, with `NUM_ANSWER` tokens each.
+        """Answers prompts in one batch, greedily, with `NUM_ANSWER` tokens each, by the base model without adapters.
 
         Raises:
             KVMosaicError: the error of a failed request.
         """
         params = SamplingParams(temperature=0, max_tokens=NUM_ANSWER, ignore_eos=True)
-        return self.run([self.add_request(prompt, params) for prompt in prompts])
+        return self.run([self.add_request(replace(prompt, adapter=""), params) for prompt in prompts])

@@ -1,0 +1,108 @@
+"""Adapters of a model: its linear layers replaced by ones that hold updates, or the updates merged into the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvmosaic.errors import InvalidAdapter
+from kvmosaic.model.lora.adapter import LoraAdapter, LowRank
+from kvmosaic.model.lora.linear import AdaptedRows, LoraLinear, current_rows
+
+__all__ = ["AdaptedRows", "adapter_scope", "attach", "computes_keys_of_base", "merge"]
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_AFTER_ATTENTION_KEYS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of the last decoder layer whose outputs no key or value depends on."""
+
+
+@contextmanager
+def adapter_scope(rows: Sequence[AdaptedRows]) -> Iterator[None]:
+    """Context in which rows of each forward are computed by their adapters."""
+    token = current_rows.set(tuple(rows))
+    try:
+        yield
+    finally:
+        current_rows.reset(token)
+
+
+def attach(module: Any, adapter: LoraAdapter) -> None:
+    """Adds an adapter to a transformers model; without `adapter_scope`, its results stay those of the base.
+
+    Raises:
+        InvalidAdapter: it is for another model; nothing has been changed then.
+    """
+    dtype = module.get_input_embeddings().weight.dtype
+    for name, layer in _checked(module, adapter):
+        found = module.get_submodule(name)
+        if not isinstance(found, LoraLinear):
+            parent, _, child = name.rpartition(".")
+            wrapped = LoraLinear(found)
+            setattr(module.get_submodule(parent), child, wrapped)
+            found = wrapped
+        found.add(adapter.digest, layer, dtype, _device(found.base))
+
+
+@torch.no_grad()
+def merge(module: Any, adapter: LoraAdapter) -> None:
+    """Adds an adapter's updates to the weights, rounded once to their dtype.
+
+    Raises:
+        InvalidAdapter: it is for another model, or the weights are quantized; nothing has been changed then.
+    """
+    for name, _ in _checked(module, adapter):
+        linear = module.get_submodule(name)
+        if type(linear) is not nn.Linear:
+            raise InvalidAdapter(
+                f"the weights of {name} are {type(linear).__name__}, to which no update can be added; keep the adapter "
+                "beside them (without merging)"
+            )
+    for name, layer in adapter.layers.items():
+        weight: Tensor = module.get_submodule(name).weight
+        change = layer.up.double() @ layer.down.double() * layer.scale
+        weight.copy_((weight.double() + change.to(weight.device)).to(weight.dtype))
+
+
+def computes_keys_of_base(adapter: LoraAdapter, num_layers: int) -> bool:
+    """Whether keys and values provably do not depend on an adapter: chunks of the base model are the same then.
+
+    They do not if every update is zero, or belongs to what follows the keys and values of the last layer.
+    """
+    return adapter.changes_nothing or all(
+        name.endswith(_AFTER_ATTENTION_KEYS) and _layer_of(name) == num_layers - 1 for name in adapter.layers
+    )
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.findall(f".{name}.")
+    return int(found[0]) if len(found) == 1 else None
+
+
+def _checked(module: Any, adapter: LoraAdapter) -> list[tuple[str, LowRank]]:
+    """The updates, all of which fit."""
+    for name, layer in adapter.layers.items():
+        try:
+            linear = module.get_submodule(name)
+        except AttributeError as error:
+            raise InvalidAdapter(
+                f"the adapter changes {name!r:.200}, and {type(module).__name__} has no such layer; it was trained for "
+                "another model"
+            ) from error
+        linear = linear.base if isinstance(linear, LoraLinear) else linear
+        shape = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
+        if shape != (layer.down.shape[1], layer.up.shape[0]):
+            raise InvalidAdapter(
+                f"the adapter changes {name!r:.200} from {layer.down.shape[1]} to {layer.up.shape[0]} numbers, and "
+                f"that layer goes from {shape[0]} to {shape[1]}; it was trained for another model"
+            )
+    return list(adapter.layers.items())
+
+
+def _device(linear: nn.Module) -> torch.device:
+    tensors = [*linear.parameters(), *linear.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
