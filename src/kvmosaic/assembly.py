@@ -20,7 +20,7 @@ from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
-from kvmosaic.errors import InvalidConfig, InvalidPrompt, NotMovable
+from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
@@ -44,6 +44,8 @@ AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 EngineName = Literal["auto", "transformers", "llama"]
 PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+AdapterPlaces = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+"""Folders of adapters: a mapping by name, or texts "[NAME=]FOLDER"."""
 Continuation = str | Sequence[int]
 """A given answer: a text, or token ids."""
 Settings = TypeVar("Settings")
@@ -81,6 +83,29 @@ def check_tiers(config: TierConfig, enable_chunk_cache: bool) -> None:
     for place in config.chunk_tier:
         if isinstance(place, str):
             parse_tier_url(place)
+
+
+def adapter_folders(places: AdapterPlaces) -> dict[str, Path]:
+    """Folders of adapters by name, in order.
+
+    Raises:
+        InvalidAdapter: two with the same name, or no name.
+    """
+    if isinstance(places, Mapping):
+        return {str(name): Path(folder) for name, folder in places.items()}
+    found: dict[str, Path] = {}
+    for place in [places] if isinstance(places, str | Path) else places:
+        name, is_named, folder = str(place).partition("=")
+        path = Path(folder if is_named else place)
+        name = name if is_named else path.expanduser().absolute().name
+        if not name:
+            raise InvalidAdapter(f"the adapter {str(place)!r:.200} has no name; write NAME=FOLDER")
+        if name in found:
+            raise InvalidAdapter(
+                f"two adapters have the name {name!r:.80} ({found[name]} and {path}); write NAME=FOLDER for one of them"
+            )
+        found[name] = path
+    return found
 
 
 def prompts_of(prompts: PromptLike | Sequence[PromptLike]) -> list[str | Prompt | Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Command line: run, plan, check, demo, bench, eval, tune, warm, cache, documents, serve, vllm, sleep, wake.
+"""Command line: run, plan, check, demo, bench, eval, tune, adapt, warm, cache, documents, serve, vllm, sleep, wake.
 
 Commands import what they need when they run, so that `--help` does not import torch.
 """
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvmosaic.adapt.command import adapt_command
 from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
@@ -34,7 +35,7 @@ from kvmosaic.console.vllm.commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
-LOADING = "dtype device num_threads prepack quantization engine kv_cache_dtype"
+LOADING = "dtype device num_threads prepack quantization engine kv_cache_dtype adapter merge_adapter"
 LENGTHS = "long_chunks max_section_tokens max_chunk_tokens hash_algorithm lead_in"
 TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
@@ -182,6 +183,7 @@ def demo(
 app.command("bench")(bench_command)
 app.command("eval")(eval_command)
 app.command("tune")(tune_command)
+app.command("adapt")(adapt_command)
 
 
 @app.command()

@@ -13,10 +13,12 @@ import torch
 
 from kvmosaic.assembly import (
     BUNDLED_READER,
+    AdapterPlaces,
     AnyModel,
     Continuation,
     EngineName,
     PromptLike,
+    adapter_folders,
     build_engine,
     check_model,
     check_movable,
@@ -96,7 +98,7 @@ class LLM:
         self_check: bool = True,
         tool_format: str = "auto",
         trust_remote_code: bool = False,
-        adapters: Mapping[str, str | Path] | None = None,
+        adapter: AdapterPlaces = (),
         merge_adapter: bool = False,
     ) -> None:
         """Loads a model and gives it its caches.
@@ -131,9 +133,10 @@ class LLM:
             tool_format: how the model writes tool calls: "hermes", "llama3_json", "mistral", …; "auto": as its chat
                 template does.
             trust_remote_code: run Python code that comes with the checkpoint.
-            adapters: folders of low-rank adapters (LoRA, as PEFT writes them), by name. The first one computes prompts
-                with documents; others are chosen by `Prompt.adapter`, or `chat(adapter=…)`. Prompts without documents
-                are the base model's. Chunks of different adapters are different chunks.
+            adapter: folders of low-rank adapters (LoRA, as PEFT writes them): a mapping by name, or texts
+                "[NAME=]FOLDER"; a folder's last part is its name. The first one computes prompts with documents; others
+                are chosen by `Prompt.adapter`, or `chat(adapter=…)`. Prompts without documents are the base model's.
+                Chunks of different adapters are different chunks.
             merge_adapter: add the only adapter to the weights instead: it computes all prompts, and costs no time.
 
         Raises:
@@ -146,6 +149,7 @@ class LLM:
         self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
         self.tier_config = checked(tier_config or TierConfig(), TierConfig)
         check_tiers(self.tier_config, enable_chunk_cache)
+        adapters = adapter_folders(adapter)
         found = find_profile(profile_place(model), profile if enable_chunk_cache else False)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
@@ -173,7 +177,7 @@ class LLM:
                 max_positions=self.engine_config.max_model_len,
                 prepack=prepack,
                 trust_remote_code=trust_remote_code,
-                adapters=adapters or {},
+                adapters=adapters,
                 merge_adapter=merge_adapter,
             )
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config)

@@ -194,7 +194,7 @@ def test_an_adapter_of_another_model_is_refused_and_the_model_stays_as_it_was(mo
 
 def test_a_loaded_model_takes_no_adapters_later(module: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="loaded already"):
-        LLM(LoadedModel.from_module(build("llama", torch.float64)), adapters={"a": tmp_path})
+        LLM(LoadedModel.from_module(build("llama", torch.float64)), adapter={"a": tmp_path})
 
 
 @pytest.mark.parametrize(

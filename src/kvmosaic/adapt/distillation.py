@@ -80,13 +80,15 @@ def distill(
     continuations = lesson.continuations
     full = ordinary_rows(lesson.prompt, continuations)
     composed = composed_rows(arrange(lesson.prompt, strategy, context), continuations)
-    importance = _importance(lesson, weights)
+    is_answer = _is_answer(lesson)
+    importance = torch.where(is_answer, 1.0, weights.question)
     full_rows, composed_rows_ = _before_last(full.continuations), _before_last(composed.continuations)
     if weights.document:
         lengths = [rows.stop - rows.start - 1 for rows in full.documents]
         full_rows = torch.cat((full_rows, _before_last(full.documents)))
         composed_rows_ = torch.cat((composed_rows_, _before_last(composed.documents)))
         importance = torch.cat((importance, torch.full((sum(lengths),), weights.document)))
+        is_answer = torch.cat((is_answer, torch.zeros(sum(lengths), dtype=torch.bool)))
     keeps_hidden = weights.hidden > 0
     with torch.no_grad():
         teacher = forward(model, full, full_rows, keeps_hidden=keeps_hidden)
@@ -97,10 +99,10 @@ def distill(
     loss = (divergences * importance).sum() / importance.sum()
     if keeps_hidden:
         loss = loss + weights.hidden * _hidden_loss(teacher, student)
-    of_answers = importance == 1
-    same = (expected.argmax(-1) == found.argmax(-1))[of_answers]
+    is_answer = is_answer.to(divergences.device)
+    same = (expected.argmax(-1) == found.argmax(-1))[is_answer]
     return Losses(
-        loss, float(divergences.detach()[of_answers].mean()), float(same.float().mean()), len(composed.token_ids)
+        loss, float(divergences.detach()[is_answer].mean()), float(same.float().mean()), len(composed.token_ids)
     )
 
 
@@ -109,10 +111,14 @@ def _before_last(parts: Sequence[slice]) -> Tensor:
     return torch.cat([torch.arange(part.start, part.stop - 1) for part in parts])
 
 
-def _importance(lesson: Lesson, weights: LossWeights) -> Tensor:
+def _is_answer(lesson: Lesson) -> Tensor:
+    """[R], whether a row predicts a token of an answer, and not of a question."""
     parts = []
     for question, answer in zip(lesson.questions, lesson.answers, strict=True):
-        parts += [torch.full((len(question) - 1,), weights.question), torch.ones(len(answer))]
+        parts += [
+            torch.zeros(len(question) - 1, dtype=torch.bool),
+            torch.ones(len(answer), dtype=torch.bool),
+        ]
     return torch.cat(parts)
 
 

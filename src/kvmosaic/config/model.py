@@ -46,6 +46,15 @@ class ModelConfig:
         choices=("auto", *TOOL_FORMATS),
         help="How the model writes tool calls; auto: as its chat template does.",
     )
+    adapter: tuple[str, ...] = _model(
+        (),
+        metavar="[NAME=]FOLDER",
+        help="Low-rank adapter (LoRA) that kvmosaic adapt or PEFT wrote; several may be given. The first one computes "
+        "prompts with documents, ordinary prompts are the base model's.",
+    )
+    merge_adapter: bool = _model(
+        False, help="Add the only adapter to the weights: it computes all prompts, and costs no time."
+    )
     trust_remote_code: bool = _model(False, help="Run Python code that comes with the checkpoint.")
     enable_chunk_cache: bool = _model(
         True, panel="Chunk cache", help="Compose prompts from cached documents; off, they are ordinary prompts."

@@ -213,6 +213,7 @@ def divergence(full: Tensor, other: Tensor) -> float:
 
 def _answer(llm: LLM, way: Variant, prompt: Prompt, max_tokens: int, recalled: Recalled | None) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, repair=recalled or way.repair)
+    prompt = replace(prompt, adapter=way.adapter)
     return llm.generate([prompt], params, position_strategy=way.strategy)[0]
 
 
@@ -220,7 +221,7 @@ def _scores(
     llm: LLM, way: Variant, prompt: Prompt, own: tuple[int, ...], accepted: tuple[int, ...], recalled: Recalled | None
 ) -> tuple[Request, Request | None]:
     """Scores full attention's answer, with distributions, and the accepted one."""
-    engine, repair = llm.engine, recalled or way.repair
+    engine, repair, prompt = llm.engine, recalled or way.repair, replace(prompt, adapter=way.adapter)
     requests = [engine.add_score(prompt, own, repair=repair, position_strategy=way.strategy, keeps_distributions=True)]
     if accepted:
         requests.append(engine.add_score(prompt, accepted, repair=repair, position_strategy=way.strategy))

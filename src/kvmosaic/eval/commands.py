@@ -52,7 +52,8 @@ TASKS_HELP = (
     "with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
-OpenedModel = Annotated[ModelOptions, Takes("dtype device num_threads quantization engine kv_cache_dtype")]
+_LOADING = "dtype device num_threads quantization engine kv_cache_dtype"
+OpenedModel = Annotated[ModelOptions, Takes(_LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +132,13 @@ def eval_model(opening: ModelOptions, capacity: str) -> EvalModel:
         capacity,
         config.model.engine,
         config.model.kv_cache_dtype,
+        config.model.adapter,
     )
 
 
 @grouped
 def eval_command(
-    opening: OpenedModel,
+    opening: Annotated[ModelOptions, Takes(f"{_LOADING} adapter")],
     asked: QuestionOptions,
     tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("all"))] = None,
     repair: Annotated[
@@ -164,14 +166,18 @@ def eval_command(
     from kvmosaic.eval.tasks import TASKS
     from kvmosaic.eval.variants import variants
 
+    model = eval_model(opening, capacity)
     chosen = variants(
-        parts_of("--repair", repair), parts_of("--strategies", strategies), parts_of("--contexts", contexts)
+        parts_of("--repair", repair),
+        parts_of("--strategies", strategies),
+        parts_of("--contexts", contexts),
+        model.adapter_names,
     )
     found = asked.cases(tasks, tuple(TASKS), cases)
 
     from kvmosaic.eval.evaluate import run_evaluation
 
-    run_evaluation(eval_model(opening, capacity), found, chosen, asked.seed, output, as_json=as_json, log=resume)
+    run_evaluation(model, found, chosen, asked.seed, output, as_json=as_json, log=resume)
 
 
 @dataclass(frozen=True, slots=True)

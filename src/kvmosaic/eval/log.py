@@ -114,9 +114,11 @@ def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
 
 
 def _written(way: Variant, reading: CaseResult) -> dict[str, Any]:
-    return {"strategy": way.strategy, "context": way.context, "repair": way.repair, "reading": reading.to_dict()}
+    adapter = {"adapter": way.adapter} if way.adapter else {}
+    written = {"strategy": way.strategy, "context": way.context, "repair": way.repair, **adapter}
+    return {**written, "reading": reading.to_dict()}
 
 
 def _read_back(content: dict[str, Any]) -> tuple[Variant, CaseResult]:
-    way = Variant(content["strategy"], content["context"], content["repair"])
+    way = Variant(content["strategy"], content["context"], content["repair"], content.get("adapter", ""))
     return way, CaseResult.from_dict(content["reading"])

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, open_model
+from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, adapter_folders, open_model
 from kvmosaic.bench.facts import facts
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
@@ -110,11 +110,18 @@ class EvalModel:
     """Memory for chunks, and as much again for questions and answers, for each chunk context."""
     engine: EngineName = "auto"
     kv_cache_dtype: str = "auto"
+    adapter: tuple[str, ...] = ()
+    """Adapters beside its weights, as "[NAME=]FOLDER"."""
 
     @property
     def name(self) -> str:
         """The last part of a folder or of a hub name: a report need not say where the folder was."""
         return Path(self.model).resolve().name or "model"
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of its adapters."""
+        return tuple(adapter_folders(self.adapter))
 
     def load(self) -> AnyModel:
         """The model.
@@ -129,6 +136,7 @@ class EvalModel:
             dtype=self.dtype,
             device=self.device,
             quantization=self.quantization,
+            adapters=adapter_folders(self.adapter),
         )
 
 

@@ -213,7 +213,7 @@ def _add_labels(
 ) -> None:
     """Adds policy names, off the line of the front; labels of the front are placed first."""
     order = [*front, *(number for number in range(len(points)) if number not in front)]
-    texts = [axes.text(*points[number], summaries[number].way.repair, fontsize=_FONT_SIZE) for number in order]
+    texts = [axes.text(*points[number], summaries[number].way.label, fontsize=_FONT_SIZE) for number in order]
     extents = [text.get_window_extent() for text in texts]
     pixels = [tuple(axes.transData.transform(points[number])) for number in order]
     left, bottom, right, top = axes.get_window_extent().extents

@@ -135,7 +135,7 @@ def way_text(way: Variant, *, with_context: bool) -> str:
     """Returns a variant in a few words: "query(0.15), shared" or, with chunk context, "query(0.15), shared/none"."""
     if way.is_full:
         return "full attention"
-    return f"{way.repair}, {way.strategy}" + (f"/{way.context}" if with_context else "")
+    return f"{way.label}, {way.strategy}" + (f"/{way.context}" if with_context else "")
 
 
 def _nearness_cells(found: Summary | TaskRow) -> tuple[str, str, str]:
@@ -147,7 +147,7 @@ def _nearness_cells(found: Summary | TaskRow) -> tuple[str, str, str]:
 
 
 def _way_cells(way: Variant) -> tuple[str, str, str]:
-    return ("–", "–", "full attention") if way.is_full else (way.strategy, way.context, way.repair)
+    return ("–", "–", "full attention") if way.is_full else (way.strategy, way.context, way.label)
 
 
 FORMAT = 2

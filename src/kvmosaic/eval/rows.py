@@ -144,7 +144,7 @@ class TaskRow:
             "task": self.task,
             "strategy": self.way.strategy,
             "context": self.way.context,
-            "repair": self.way.repair,
+            "repair": self.way.label,
             "is_full": self.way.is_full,
             "metric": self.metric,
             "cases": self.num_cases,

@@ -156,8 +156,9 @@ class _Run:
         if self._log is not None and (known := self._log.find(digest, self._ways)) is not None:
             progress(len(self._ways))
             return {way: replace(reading, case=case.id) for way, reading in known.items()}
-        for llm in self._engines.values():
-            llm.chunks.warm([prompt])
+        for context, llm in self._engines.items():
+            adapters = dict.fromkeys(way.adapter for way in self._ways if way.context == context)
+            llm.chunks.warm([replace(prompt, adapter=adapter) for adapter in adapters])
         others = [way for way in self._ways if not way.is_full]
         turn = number % max(len(others), 1)
         found = ask(

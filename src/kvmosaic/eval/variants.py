@@ -23,14 +23,21 @@ class Variant:
     context: ChunkContext = "system"
     repair: str = "none"
     """The text of a policy, such as "query(0.15)"."""
+    adapter: str = ""
+    """Name of the adapter that computes it; empty: the base model."""
 
     @property
     def is_full(self) -> bool:
         """Whether it is full attention, the reference of all others."""
         return self == FULL
 
+    @property
+    def label(self) -> str:
+        """Its policy, and its adapter if it has one: "none + NAME"."""
+        return f"{self.repair} + {self.adapter}" if self.adapter else self.repair
+
     def __str__(self) -> str:
-        return "full attention" if self.is_full else f"{self.strategy}, {self.context}, {self.repair}"
+        return "full attention" if self.is_full else f"{self.strategy}, {self.context}, {self.label}"
 
 
 FULL = Variant("sequential", "system", str(FullRepair()))
@@ -41,8 +48,9 @@ def variants(
     repairs: Sequence[str],
     strategies: Sequence[str] | None = None,
     contexts: Sequence[str] = CONTEXTS,
+    adapters: Sequence[str] = (),
 ) -> tuple[Variant, ...]:
-    """Returns full attention, then every meaningful combination, each once.
+    """Returns full attention, then every meaningful combination, each once: of the base model, then of each adapter.
 
     Raises:
         InvalidConfig: an unknown strategy or context, none of one of them, or too many policies.
@@ -62,7 +70,8 @@ def variants(
         raise InvalidConfig(f"{len(repairs)} policies are too many for one table; give at most {MAX_POLICIES}")
     texts = [str(repair_policy(repair)) for repair in repairs]
     combined = [
-        Variant(strategy, context, repair)  # type: ignore[arg-type]  # checked above
+        Variant(strategy, context, repair, adapter)  # type: ignore[arg-type]  # checked above
+        for adapter in ("", *adapters)
         for strategy in strategies
         for context in contexts
         for repair in texts

@@ -182,7 +182,9 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         le=1e5,
     )
 
-    @field_validator("served_model_name", "allowed_origins", "allowed_hosts", "chunk_tier", "api_key", mode="before")
+    @field_validator(
+        "served_model_name", "allowed_origins", "allowed_hosts", "chunk_tier", "api_key", "adapter", mode="before"
+    )
     @classmethod
     def _several(cls, value: Any) -> Any:
         """A list, or one text with commas as environment variables have it."""

@@ -1,0 +1,68 @@
+"""Command `kvmosaic adapt`: its options; modules that need torch are imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvmosaic.bench.bench_command import Threads
+from kvmosaic.console.option_groups import grouped
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.commands import QuestionOptions
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidConfig(f"{name} is {text!r:.80}; give whole numbers, parted by commas") from None
+
+
+@grouped
+def adapt_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a name on the hub, or reader.")],
+    asked: QuestionOptions,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where adapter, report and state go.")],
+    strategies: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="Positions of documents to learn, sequential or shared or both, parted by commas."
+        ),
+    ] = "sequential",
+    context: Annotated[
+        str, typer.Option("--chunk-context", metavar="NAME", help="What documents saw: system, lead_in or none.")
+    ] = "system",
+    prompt_documents: Annotated[
+        str,
+        typer.Option(metavar="NUMBERS", help="Documents of a prompt, drawn from these numbers, parted by commas."),
+    ] = "2,3,3,4,6",
+    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
+    rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or for example cuda:1.")] = "auto",
+    num_threads: Threads = None,
+) -> None:
+    """Teach a model to read documents apart as it reads them together, without labels.
+
+    kvmosaic adapt MODEL --documents texts --questions questions.txt -o adapter
+
+    The model's own full attention is the teacher: an adapter (LoRA) is trained until answers from cached documents are
+    as near to it as they get. Without --questions the model asks itself. An interrupt keeps the best adapter so far;
+    the same command goes on. Serve it with --adapter.
+    """
+    from kvmosaic.adapt.run import Adapting, adapt
+    from kvmosaic.adapt.trainer import AdaptSettings
+
+    settings = AdaptSettings(
+        rank=rank,
+        learning_rate=learning_rate,
+        steps=steps,
+        strategies=tuple(part.strip() for part in strategies.split(",")),
+        context=context,  # type: ignore[arg-type]  # checked there
+        num_documents=_numbers("--prompt-documents", prompt_documents),
+        seed=asked.seed,
+    )
+    if not adapt(Adapting(model, asked, settings, output, device, num_threads)):
+        raise typer.Exit(1)

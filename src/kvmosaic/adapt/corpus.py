@@ -1,0 +1,146 @@
+"""What is learned from: documents, questions about them, and the lessons that are drawn of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvmosaic.adapt.distillation import Lesson
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.llm import LLM
+from kvmosaic.prompt import Document
+from kvmosaic.sampling import SamplingParams
+
+MIN_DOCUMENTS = 4
+"""Fewest documents of a corpus: some are held out, and a lesson has several."""
+_ASK = "Write one question that this text answers. Write the question only."
+_QUESTION_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question and the numbers of the documents it is about; none: unknown."""
+
+    text: str
+    needs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents and questions about them.
+
+    Raises:
+        InvalidConfig: too few documents, or no question.
+    """
+
+    documents: tuple[Document, ...]
+    questions: tuple[Question, ...]
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.documents) < MIN_DOCUMENTS:
+            raise InvalidConfig(
+                f"{len(self.documents)} documents are too few to learn from; give at least {MIN_DOCUMENTS}"
+            )
+        if not self.questions:
+            raise InvalidConfig("there is no question to learn from; give --questions, or documents with sentences")
+
+    @classmethod
+    def of_cases(cls, cases: Iterable[Case]) -> Corpus:
+        """The documents and questions of evaluation cases, each document once. Accepted answers are not used."""
+        numbers: dict[str, int] = {}
+        documents: list[Document] = []
+        questions: list[Question] = []
+        system = None
+        for case in cases:
+            own = []
+            for document in case.documents:
+                if document.text not in numbers:
+                    numbers[document.text] = len(documents)
+                    documents.append(document)
+                own.append(numbers[document.text])
+            questions.append(Question(case.question, tuple(own[each] for each in case.needs)))
+            system = case.system
+        return cls(tuple(documents), tuple(questions), system)
+
+    def split(self, share: float, seed: int) -> tuple[Corpus, Corpus]:
+        """Two corpora without a document or a question in common: to learn from, and held out (`share` of it).
+
+        A question without known documents goes where chance puts it.
+        """
+        chance = Random(f"{seed}:split")  # noqa: S311 - a draw that can be repeated, and no secret
+        count = len(self.documents)
+        num_held = min(max(MIN_DOCUMENTS, round(share * count)), count - MIN_DOCUMENTS)
+        if num_held < MIN_DOCUMENTS:
+            raise InvalidConfig(
+                f"{count} documents are too few: {MIN_DOCUMENTS} are held out, and at least {MIN_DOCUMENTS} are needed "
+                "to learn from"
+            )
+        held = frozenset(chance.sample(range(count), num_held))
+        learned, asked = list[Question](), list[Question]()
+        for question in self.questions:
+            inside = {each in held for each in question.needs}
+            if len(inside) <= 1:  # otherwise it needs documents of both
+                is_held = inside == {True} or (not inside and chance.random() < share)
+                (asked if is_held else learned).append(question)
+        return self._part([each for each in range(count) if each not in held], learned), self._part(sorted(held), asked)
+
+    def _part(self, numbers: Sequence[int], questions: Sequence[Question]) -> Corpus:
+        places = {number: place for place, number in enumerate(numbers)}
+        kept = tuple(Question(each.text, tuple(places[need] for need in each.needs)) for each in questions)
+        return Corpus(tuple(self.documents[number] for number in numbers), kept, self.system)
+
+    def draw(self, chance: Random, num_documents: int, num_questions: int) -> tuple[list[Document], list[str]]:
+        """Documents in the order of a prompt, and questions of which the first is about one of them, if that is known.
+
+        The others are about these documents where such are known, else about anything.
+        """
+        first = chance.choice(self.questions)
+        num_documents = min(num_documents, len(self.documents))
+        numbers = list(first.needs[:num_documents])
+        others = [number for number in range(len(self.documents)) if number not in numbers]
+        numbers += chance.sample(others, num_documents - len(numbers))
+        chance.shuffle(numbers)
+        near = [each for each in self.questions if each is not first and each.needs and set(each.needs) <= set(numbers)]
+        near = near or [each for each in self.questions if each is not first]
+        more = chance.sample(near, min(num_questions - 1, len(near)))
+        return [self.documents[number] for number in numbers], [first.text, *(each.text for each in more)]
+
+
+def lesson_of(
+    llm: LLM, documents: Sequence[Document], questions: Sequence[str], system: str | None, max_tokens: int
+) -> Lesson:
+    """Questions about the same documents, answered greedily by the model's own full attention."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    prompts = [
+        llm.compose([*opening, {"role": "user", "content": question}], documents=documents) for question in questions
+    ]
+    answers = llm.generate(
+        [prompt.joined() for prompt in prompts], SamplingParams(temperature=0, max_tokens=max_tokens)
+    )
+    return Lesson(
+        prompts[0],
+        tuple(prompt.segments[-1].token_ids or () for prompt in prompts),
+        tuple(tuple(answer.outputs[0].token_ids) for answer in answers),
+    )
+
+
+def invented_questions(llm: LLM, documents: Sequence[Document], each: int, seed: int) -> list[Question]:
+    """Questions that the model itself asks about each document; what does not end as a question is left out."""
+    found: list[Question] = []
+    has_template = bool(getattr(llm.model.tokenizer, "chat_template", None))
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=_QUESTION_TOKENS, seed=seed + trial)
+        for trial in range(each)
+    ]
+    for number, document in enumerate(documents):
+        text = f"{document.plain_text}\n\n{_ASK}"
+        if has_template:
+            outputs = llm.chat([[{"role": "user", "content": text}]] * each, params)
+        else:
+            outputs = llm.generate([f"{text}\n"] * each, params)
+        lines = {output.outputs[0].text.strip().split("\n")[0].strip() for output in outputs}
+        found += [Question(line, (number,)) for line in sorted(lines) if line.endswith("?")]
+    return found

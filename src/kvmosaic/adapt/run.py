@@ -1,0 +1,124 @@
+"""Run of `kvmosaic adapt`: loads the model, shows progress, writes adapter, report and plot."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvmosaic.adapt.corpus import Corpus, invented_questions
+from kvmosaic.adapt.trainer import AdaptSettings, Evaluated, Trained, Trainer
+from kvmosaic.assembly import BUNDLED_READER, bundled_reader
+from kvmosaic.bench.plots import can_plot
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
+from kvmosaic.eval.commands import QuestionOptions
+from kvmosaic.llm import LLM
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.quiet import quiet_libraries
+
+_INVENTED = 3
+"""Questions that the model asks about each document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapting:
+    """What the command was asked for."""
+
+    model: str
+    asked: QuestionOptions
+    settings: AdaptSettings
+    output: Path
+    device: str = "auto"
+    num_threads: int | None = None
+
+
+def adapt(adapting: Adapting) -> bool:
+    """Trains and prints; returns whether the adapter is nearer to full attention than the model without it.
+
+    Raises:
+        KVMosaicError: the model or the documents cannot be used.
+    """
+    notices, console = Console(stderr=True), Console()
+    quiet_libraries()
+    if adapting.num_threads is not None:
+        torch.set_num_threads(adapting.num_threads)
+    with notices.status(f"loading {adapting.model}"):
+        name = bundled_reader() if adapting.model == BUNDLED_READER else adapting.model
+        model = load_model(name, dtype="float32", device=adapting.device, prepack="never")
+    corpus = _corpus(adapting.asked, model, adapting.settings.seed, notices)
+    trainer = Trainer(model, corpus, adapting.settings, adapting.output)
+    if trainer.first_step:
+        notices.print(f"goes on after step {trainer.first_step}", style="dim")
+    trained = _train(trainer, adapting.settings.steps, notices)
+    console.print(_table(trained))
+    first, best = trained.history[0], trained.best
+    end = "interrupted; the same command goes on" if trained.is_interrupted else "done"
+    console.print(
+        f"{end}: divergence {first.divergence:.4f} -> {best.divergence:.4f}, equal greedy tokens "
+        f"{first.agreement:.1%} -> {best.agreement:.1%}, {best.seconds / 60:.1f} minutes of processor time"
+    )
+    console.print(f"adapter in {adapting.output}: kvmosaic serve {adapting.model} --adapter {adapting.output}")
+    if can_plot():
+        from kvmosaic.adapt.plot import save_plot
+
+        save_plot(trained.history, adapting.output / "curve.png")
+    return best.divergence < first.divergence
+
+
+def _corpus(asked: QuestionOptions, model: LoadedModel, seed: int, notices: Console) -> Corpus:
+    if asked.data or asked.questions:
+        return Corpus.of_cases(asked.cases(None, (), None))
+    if asked.documents is None:
+        raise InvalidConfig("there is nothing to learn from; give --documents, with or without --questions, or --data")
+    library = Library.read(asked.documents)
+    with notices.status(f"the model asks about {len(library.documents)} documents"), LLM(model, profile=False) as llm:
+        questions = invented_questions(llm, library.documents, _INVENTED, seed)
+    notices.print(f"{len(questions)} questions by the model itself", style="dim")
+    return Corpus(library.documents, tuple(questions), DEFAULT_SYSTEM)
+
+
+def _train(trainer: Trainer, steps: int, notices: Console) -> Trained:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=notices, transient=True) as bar:
+        line = bar.add_task("reading held-out documents", total=steps, completed=trainer.first_step)
+        last = [time.monotonic()]
+
+        def progress(done: int, total: int, mean: float | None) -> None:
+            text = "training" if mean is None else f"training, divergence {mean:.4f}"
+            bar.update(line, completed=done, total=total, description=text)
+            if not notices.is_terminal and time.monotonic() - last[0] > 60:
+                last[0] = time.monotonic()
+                notices.print(f"step {done} of {total}: {text}")
+
+        def news(evaluated: Evaluated) -> None:
+            notices.print(
+                f"step {evaluated.step}: held-out divergence {evaluated.divergence:.4f}, equal greedy tokens "
+                f"{evaluated.agreement:.1%}"
+            )
+
+        return trainer.train(progress, news)
+
+
+def _table(trained: Trained) -> Table:
+    table = Table("step", "held-out divergence", "equal greedy tokens", "tokens", "processor minutes")
+    for each in trained.history:
+        table.add_row(
+            str(each.step),
+            f"{each.divergence:.4f}",
+            f"{each.agreement:.1%}",
+            f"{each.num_tokens:,}",
+            f"{each.seconds / 60:.1f}",
+        )
+    return table

@@ -1,0 +1,193 @@
+"""Training on a tiny model: it gets nearer to full attention, survives interrupts, and repeats itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig
+from support.families import build
+from support.tokenizers import CHATML, make_tokenizer
+
+from kvmosaic import LLM, SamplingParams
+from kvmosaic.adapt import trainer as trainer_module
+from kvmosaic.adapt.corpus import Corpus, Question
+from kvmosaic.adapt.distillation import LossWeights
+from kvmosaic.adapt.trainer import AdaptSettings, Trained, Trainer
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.errors import InvalidAdapter, InvalidConfig
+from kvmosaic.eval.case import Case
+from kvmosaic.model import LoadedModel
+from kvmosaic.model.lora import read_adapter
+from kvmosaic.prompt import Document
+
+WORDS = "river mill ferry stone bread tower garden winter letter market bridge candle harbour meadow".split()
+SETTINGS = AdaptSettings(
+    rank=4,
+    learning_rate=3e-3,
+    steps=45,
+    num_documents=(2, 3),
+    questions=4,
+    answer_tokens=6,
+    held_out_lessons=8,
+    evaluate_every=15,
+    weights=LossWeights(question=0.5),
+)
+
+
+def corpus() -> Corpus:
+    documents = tuple(Document(f"The {one} is near the {other}.") for one in WORDS[:5] for other in WORDS[5:7])
+    questions = tuple(
+        Question(f"Where is the {word}?", (number % len(documents),)) for number, word in enumerate(WORDS * 3)
+    )
+    return Corpus(documents, questions, "Answer.")
+
+
+def model_of() -> LoadedModel:
+    tokenizer = make_tokenizer(CHATML)
+    module = build("llama", torch.float32, vocab_size=len(tokenizer), max_position_embeddings=2048)
+    return LoadedModel.from_module(module, tokenizer)
+
+
+def train(folder: Path, settings: AdaptSettings = SETTINGS, **given: Any) -> Trained:
+    return Trainer(model_of(), corpus(), settings, folder).train(**given)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    folder = tmp_path_factory.mktemp("adapter")
+    return folder, train(folder)
+
+
+def test_reading_apart_gets_nearer_to_reading_together(trained: tuple[Path, Trained]) -> None:
+    _, result = trained
+    assert [each.step for each in result.history] == [0, 15, 30, 45] and not result.is_interrupted
+    assert result.best.divergence < 0.85 * result.history[0].divergence
+
+
+def test_what_is_written_is_read_by_peft_and_by_us_and_says_what_it_is(trained: tuple[Path, Trained]) -> None:
+    folder, result = trained
+    assert read_adapter(folder).digest == result.adapter.digest
+    assert PeftConfig.from_pretrained(folder).r == SETTINGS.rank
+    report = json.loads((folder / "kvmosaic_adapter.json").read_text())
+    assert report["digest"] == result.adapter.digest and report["base_fingerprint"] == model_of().fingerprint
+    assert len(report["history"]) == 4
+
+
+def test_the_engine_serves_it_as_it_was_trained(trained: tuple[Path, Trained]) -> None:
+    """Composed prompts by the engine are nearer to full attention with the adapter, ordinary ones are unchanged."""
+    folder, _ = trained
+    plain = model_of()
+    adapted = LoadedModel.from_module(model_of().module, plain.tokenizer, adapters={"tuned": read_adapter(folder)})
+    config = {
+        "chunk_cache_config": ChunkCacheConfig(chunk_cache_size="4MiB", repair="none", position_strategy="sequential"),
+        "engine_config": EngineConfig(request_cache_size="8MiB"),
+    }
+    documents = [each.text for each in corpus().documents[:3]]
+    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where is the mill?"}]
+    with LLM(plain, profile=False, **config) as base, LLM(adapted, profile=False, **config) as tuned:  # type: ignore[arg-type]
+        prompt = base.compose(messages, documents=documents)
+        full = base.generate([prompt.joined()], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        answer = [list(full[0].outputs[0].token_ids)]
+        ordinary = base.score([prompt.joined()], answer)[0].logprobs
+        assert tuned.score([prompt.joined()], answer)[0].logprobs == pytest.approx(ordinary, abs=1e-5)
+        composed = tuned.score([replace(prompt, adapter="")], answer)[0].logprobs
+        assert composed == pytest.approx(base.score([prompt], answer)[0].logprobs, abs=1e-5)
+        assert tuned.score([prompt], answer)[0].logprobs != pytest.approx(composed, abs=1e-4)
+
+
+def test_an_interrupt_keeps_the_best_and_the_same_command_goes_on(
+    tmp_path: Path, trained: tuple[Path, Trained]
+) -> None:
+    def interrupt(step: int, *_: object) -> None:
+        if step == 20:
+            raise KeyboardInterrupt
+
+    first = train(tmp_path, progress=interrupt)
+    assert first.is_interrupted and [each.step for each in first.history] == [0, 15]
+    assert read_adapter(tmp_path).digest == first.adapter.digest
+    taken: list[int] = []
+    second = train(tmp_path, progress=lambda step, *_: taken.append(step))
+    assert taken == list(range(16, 46)), "it goes on from its last evaluation"
+    whole = trained[1]
+    assert second.adapter.digest == whole.adapter.digest, "as if it had not been interrupted"
+    again = train(tmp_path, progress=lambda step, *_: pytest.fail("nothing is left to do"))
+    assert again.adapter.digest == whole.adapter.digest
+
+
+def test_a_state_of_another_training_is_not_taken_for_ones_own(tmp_path: Path, trained: tuple[Path, Trained]) -> None:
+    folder, _ = trained
+    with pytest.raises(InvalidConfig, match="another model, other documents or other settings"):
+        Trainer(model_of(), corpus(), replace(SETTINGS, rank=5), folder)
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "state.safetensors").write_bytes(b"\x80" * 99)
+    with pytest.raises(InvalidAdapter, match="remove it to start again"):
+        Trainer(model_of(), corpus(), SETTINGS, tmp_path)
+
+
+def test_training_ends_where_nothing_improves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "_schedule", lambda *_: 0.0)
+    result = train(tmp_path, replace(SETTINGS, steps=40, evaluate_every=1, patience=3))
+    assert result.is_converged and result.history[-1].step == 3
+
+
+def test_hidden_states_and_document_tokens_can_be_targets(tmp_path: Path) -> None:
+    weights = LossWeights(question=1.0, document=0.3, hidden=0.01)
+    result = train(tmp_path, replace(SETTINGS, steps=4, weights=weights, strategies=("sequential", "shared")))
+    assert result.best.divergence <= result.history[0].divergence
+
+
+def test_a_corpus_has_no_document_or_question_in_both_parts() -> None:
+    learned, held = corpus().split(0.4, 0)
+    assert {each.text for each in learned.documents}.isdisjoint(each.text for each in held.documents)
+    assert len(learned.documents) + len(held.documents) == 10
+    for part in (learned, held):
+        assert part.questions and all(need < len(part.documents) for each in part.questions for need in each.needs)
+
+
+def test_a_corpus_of_cases_has_each_document_once() -> None:
+    texts = [Document(f"Text {number}.") for number in range(6)]
+
+    def cases() -> Iterator[Case]:
+        for number in range(6):
+            chosen = (texts[number], texts[(number + 1) % 6])
+            yield Case(f"q{number}", "t", f"What is {number}?", documents=chosen, needs=(0,), system="Say.")
+
+    found = Corpus.of_cases(cases())
+    assert found.documents == (texts[0], texts[1], *texts[2:]) and found.system == "Say."
+    assert [each.needs for each in found.questions] == [(number,) for number in range(6)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 0},
+        {"learning_rate": 0.0},
+        {"num_documents": ()},
+        {"num_documents": (65,)},
+        {"held_out": 1.0},
+        {"strategies": ("absolute",)},
+        {"strategies": ("nowhere",)},
+        {"targets": ()},
+    ],
+)
+def test_settings_outside_their_bounds_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        replace(SETTINGS, **change)
+
+
+def test_too_little_to_learn_from_is_refused(tmp_path: Path) -> None:
+    few = tuple(Document(f"Text {number}.") for number in range(5))
+    with pytest.raises(InvalidConfig, match="too few to learn from"):
+        Corpus(few[:3], (Question("What?"),))
+    with pytest.raises(InvalidConfig, match="no question"):
+        Corpus(few, ())
+    with pytest.raises(InvalidConfig, match="at least 4 are needed"):
+        Corpus(few, (Question("What?"),)).split(0.2, 0)
+    with pytest.raises(InvalidConfig, match="no linear layer called nothing"):
+        Trainer(model_of(), corpus(), replace(SETTINGS, targets=("nothing",)), tmp_path)
