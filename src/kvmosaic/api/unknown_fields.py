@@ -15,7 +15,16 @@ MAX_UNKNOWN = 64
 MAX_NAME_CHARACTERS = 64
 _LIKENESS = 0.8
 _MATTERING = (
-    *("documents", "cache_salt", "find_documents", "preamble", "position_strategy", "chunk_context", "repair"),
+    *(
+        "documents",
+        "cache_salt",
+        "find_documents",
+        "preamble",
+        "position_strategy",
+        "chunk_context",
+        "repair",
+        "adapter",
+    ),
     *("messages", "prompt", "input", "system", "instructions", "text", "title", "sees", "position_offset"),
     *("cache_control", "prompt_cache_breakpoint", "tools", "tool_choice", "response_format", "structured_outputs"),
     *("max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop"),

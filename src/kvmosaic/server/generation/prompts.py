@@ -141,7 +141,7 @@ def chat_prompt(
         prompt = _encode_chat(
             sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), body, rendering, finder
         )
-    composed = _told(sources.llm, prompt, documents)
+    composed = _told(sources.llm, _adapted(prompt, body), documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
@@ -161,13 +161,14 @@ def text_prompt(
         documents = read_documents(sources.documents, tenant, body)
     if not documents:
         finder = _finder(sources, tenant, body)
-        return _told(sources.llm, encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder), ())
+        prompt = encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder)
+        return _told(sources.llm, _adapted(prompt, body), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt, preamble=body.preamble)
-    composed = _told(sources.llm, prompt, documents)
+    composed = _told(sources.llm, _adapted(prompt, body), documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
@@ -215,6 +216,10 @@ def _encode_chat(
         options["continue_final_message"] = True
     encoder = llm.encoder.endless() if rendering.is_endless else llm.encoder
     return encoder.encode_chat(messages, documents or None, salt=salt, preamble=preamble, finder=finder, **options)
+
+
+def _adapted(prompt: Prompt, body: DocumentFields) -> Prompt:
+    return replace(prompt, adapter=getattr(body, "adapter", None))
 
 
 def _is_endless(body: DocumentFields) -> bool:

@@ -14,6 +14,7 @@ from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.llm import LLM
+from kvmosaic.prompt.segment import MAX_ADAPTER_CHARACTERS
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
@@ -98,6 +99,14 @@ class GenerationFields(DocumentFields, StructuredFields):
     """What a request may say in every API: documents, form of the answer, and drawing."""
 
     model: Annotated[str | None, Field(max_length=4_096, description="A served model; may be left out.")] = None
+    adapter: Annotated[
+        str | None,
+        Field(
+            max_length=MAX_ADAPTER_CHARACTERS,
+            description="The adapter (`--adapter`) that computes this prompt, or an empty text: the base model. "
+            "Default: the first one where there are documents.",
+        ),
+    ] = None
     stream: bool | None = False
     temperature: Annotated[float | None, Field(ge=0, le=100, description=f"{_BY_MODEL} 1.")] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description=f"{_BY_MODEL} 1.")] = None
