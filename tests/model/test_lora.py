@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from support.adapters import ATTENTION, random_adapter
 from support.families import build
 from support.loaded import random_prompt
+from support.tiny import save_tiny_model
 
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt
-from kvmosaic.model import LoadedModel
+from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model.cpu.int8 import cpu_has_int8
+from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 from kvmosaic.model.lora import LoraAdapter, adapter_scope, attach, merge, read_adapter, write_adapter
 from kvmosaic.model.lora.linear import AdaptedRows
 from kvmosaic.prompt import Prompt
@@ -263,3 +266,48 @@ def test_strange_tensors_are_refused(module: Any, tmp_path: Path, change: str) -
     save_file(tensors, path)
     with pytest.raises(InvalidAdapter):
         read_adapter(tmp_path)
+
+
+def test_a_layer_whose_weights_the_model_reads_itself_is_refused_but_can_be_merged() -> None:
+    """Latent attention multiplies queries with the weights of kv_b_proj: an update beside them would be left out."""
+    module = build("deepseek_v2", torch.float64)
+    adapter = random_adapter(module, 0, ("kv_b_proj", "o_proj"))
+    with pytest.raises(InvalidAdapter, match=r"kv_b_proj .*reads itself.*merge"):
+        LoadedModel.from_module(module, adapters={"tuned": adapter})
+    merge(build("deepseek_v2", torch.float64), adapter)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek_v2", "phi3", "qwen3_moe"])
+def test_other_families_compute_with_an_adapter_as_with_merged_weights(family: str) -> None:
+    module = build(family, torch.float64)
+    targets = ("o_proj",) if family == "deepseek_v2" else ("qkv_proj", *ATTENTION)
+    adapter, prompt = random_adapter(module, 0, targets), random_prompt()
+    merged = build(family, torch.float64)
+    merged.load_state_dict(module.state_dict())
+    merge(merged, adapter)
+    found = LLM(LoadedModel.from_module(module, adapters={"tuned": adapter}), profile=False, **small())
+    expected = LLM(LoadedModel.from_module(merged), profile=False, **small())
+    assert close(scores(found, prompt), scores(expected, prompt), 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("prepack", "quantization"),
+    [
+        ("never", "none"),
+        pytest.param("always", "none", marks=pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="no oneDNN")),
+        pytest.param("never", "int8", marks=pytest.mark.skipif(not cpu_has_int8(), reason="no 8-bit instructions")),
+    ],
+)
+def test_packed_and_rounded_layers_take_adapters(tmp_path: Path, prepack: Any, quantization: Any) -> None:
+    """bfloat16: the update is added after the multiplication with weights in whatever form they are."""
+    folder = save_tiny_model(tmp_path / "model")
+    adapter = random_adapter(load_model(folder, dtype="float32").module, 0, size=1.0)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(adapter, tmp_path / "adapter", "model")
+    how: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "prepack": prepack}
+    beside = LLM(load_model(folder, **how, adapters={"tuned": tmp_path / "adapter"}), profile=False, **small())
+    exact = LLM(load_model(folder, dtype="float32", adapters={"a": tmp_path / "adapter"}), profile=False, **small())
+    prompt = random_prompt()
+    found, without, expected = scores(beside, prompt), scores(beside, named(prompt, "")), scores(exact, prompt)
+    apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert apart < 0.3 * max(abs(a - b) for a, b in zip(without, expected, strict=True)), "the update is there"

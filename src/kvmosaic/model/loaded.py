@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any
@@ -12,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.errors import InvalidConfig, UnsupportedModel
-from kvmosaic.layers import LayerSpec
+from kvmosaic.errors import InvalidAdapter, InvalidConfig, UnsupportedModel
+from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.layout import Layout, LayoutAdapter
 from kvmosaic.model.cpu.fuse import count_fused, fuse_operations
 from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
 from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pinned_note
 from kvmosaic.model.hook import Receiver, attention_scope
-from kvmosaic.model.lora import LoraAdapter, attach, computes_keys_of_base
+from kvmosaic.model.lora import LoraAdapter, attach, computes_keys_of_base, uncalled_layers
 from kvmosaic.model.probe.probe import num_learned_positions, probe_layers
 from kvmosaic.sampling.defaults import FOLLOWED
 
@@ -107,6 +108,12 @@ class LoadedModel:
         identity = fingerprint or compute_fingerprint(model, model.config)
         for adapter in adapters.values():
             attach(model, adapter)
+        if adapters and (names := uncalled_layers(model, partial(_forward_blindly, model))):
+            raise InvalidAdapter(
+                f"an adapter changes {names[0]} and {len(names) - 1} more layers whose weights "
+                f"{type(model).__name__} reads itself, so that it would be left out there; merge the adapter into the "
+                "weights (merge_adapter=True, --merge-adapter)"
+            )
         if prepack_linears(model, prepack):
             fuse_operations(model, limit)
         return cls(
@@ -266,6 +273,17 @@ class LoadedModel:
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]
             return logits if self.keeps_rows else logits[logit_rows]
+
+
+def _forward_blindly(model: Any) -> None:
+    """A forward of two tokens whose attention gives zeros: it shows which layers are called."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+
+    def zeros(call: AttentionCall) -> Tensor:
+        return call.query.new_zeros(*call.query.shape[:2], call.value.shape[-1])
+
+    with torch.inference_mode(), attention_scope(zeros):
+        model(input_ids=tokens, position_ids=torch.arange(2, device=tokens.device)[None], use_cache=False)
 
 
 def _layout_adapter(adapter: LoraAdapter, num_layers: int) -> LayoutAdapter:

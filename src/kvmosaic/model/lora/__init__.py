@@ -1,7 +1,14 @@
 """Low-rank adapters (LoRA): read from PEFT's files, kept beside the weights, and chosen for each row of a step."""
 
 from kvmosaic.model.lora.adapter import LoraAdapter, read_adapter, write_adapter
-from kvmosaic.model.lora.attach import AdaptedRows, adapter_scope, attach, computes_keys_of_base, merge
+from kvmosaic.model.lora.attach import (
+    AdaptedRows,
+    adapter_scope,
+    attach,
+    computes_keys_of_base,
+    merge,
+    uncalled_layers,
+)
 from kvmosaic.model.lora.linear import LoraLinear
 
 __all__ = [
@@ -13,5 +20,6 @@ __all__ = [
     "computes_keys_of_base",
     "merge",
     "read_adapter",
+    "uncalled_layers",
     "write_adapter",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidAdapter
 from kvmosaic.model.lora.adapter import LoraAdapter, LowRank
 from kvmosaic.model.lora.linear import AdaptedRows, LoraLinear, current_rows
 
-__all__ = ["AdaptedRows", "adapter_scope", "attach", "computes_keys_of_base", "merge"]
+__all__ = ["AdaptedRows", "adapter_scope", "attach", "computes_keys_of_base", "merge", "uncalled_layers"]
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _AFTER_ATTENTION_KEYS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -46,6 +46,22 @@ def attach(module: Any, adapter: LoraAdapter) -> None:
             setattr(module.get_submodule(parent), child, wrapped)
             found = wrapped
         found.add(adapter.digest, layer, dtype, _device(found.base))
+
+
+def uncalled_layers(module: Any, forward: Callable[[], object]) -> list[str]:
+    """Names of adapted layers that a forward does not call: the model reads their weights itself, without the update.
+
+    Experts are left out: which of them are called depends on the tokens.
+    """
+    called: set[str] = set()
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
+    hooks = [part.register_forward_hook(lambda *_, name=name: called.add(name)) for name, part in layers.items()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sorted(name for name in layers if name not in called and ".experts." not in name)
 
 
 @torch.no_grad()
