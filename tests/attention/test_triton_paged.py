@@ -70,7 +70,9 @@ class Paged:
 
     def pages(self, table, block_size):
         scales = None if self.scales is None else tuple(torch.tensor(s, device=DEVICE) for s in self.scales)
-        return PagedCache(self.keys, self.values, torch.tensor(table, dtype=torch.int32, device=DEVICE), block_size, scales)
+        return PagedCache(
+            self.keys, self.values, torch.tensor(table, dtype=torch.int32, device=DEVICE), block_size, scales
+        )
 
 
 def turned_by(plan, dim):
@@ -119,9 +121,12 @@ def steps(draw):
         table.extend(draw(st.integers(0, num_blocks - 1)) for _ in range(-(-(start + num_tokens) // size)))
         return first
 
-    documents = [(place(start, count), count) for start, count in draw(
-        st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 2 * size + 3)), min_size=1, max_size=3)
-    )]
+    documents = [
+        (place(start, count), count)
+        for start, count in draw(
+            st.lists(st.tuples(st.integers(0, size - 1), st.integers(1, 2 * size + 3)), min_size=1, max_size=3)
+        )
+    ]
     own = {}
     for _ in range(draw(st.integers(1, 3))):
         before, count = draw(st.integers(0, size)), draw(st.sampled_from([1, 1, 2, 5]))
@@ -208,7 +213,9 @@ def test_keys_and_values_of_different_sizes():
 )
 def test_what_the_kernel_does_not_read_has_a_reason(change, reason):
     keys, values = (
-        torch.zeros(2, 4, 1, change.get("key_dim", 8) * change.get("step", 1), device=DEVICE)[..., :: change.get("step", 1)]
+        torch.zeros(2, 4, 1, change.get("key_dim", 8) * change.get("step", 1), device=DEVICE)[
+            ..., :: change.get("step", 1)
+        ]
         for _ in range(2)
     )
     found = why_not_paged(change.get("dtype", torch.float32), change.get("group", 2), keys, values)

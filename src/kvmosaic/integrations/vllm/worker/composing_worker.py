@@ -109,9 +109,7 @@ class ComposingWorker:
             return ""
         if no_shift:
             return f"positions cannot be shifted: {no_shift}"
-        if position_shift.captures_graphs(self._config):
-            return "captured graphs read positions of their own"
-        reader = document_reader(places)
+        reader = document_reader(places, is_captured=position_shift.captures_graphs(self._config))
         if isinstance(reader, str):
             return reader
         if trouble := check_reading(places, reader, forward):
