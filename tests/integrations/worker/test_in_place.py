@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from integrations.worker.stand_ins import BLOCKS, HEADS, KEY, SIZE
 from integrations.worker.test_mover import Share
 
+from kvmosaic.integrations.vllm.document_reads import VARIABLE
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
 from kvmosaic.integrations.vllm.worker import position_shift
+from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.in_place import reader as reading
 from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader, why_not_paged
@@ -193,16 +195,34 @@ def test_attention_without_documents_is_vllms_alone():
     assert not attention.fused_output_quant_supported(None)
 
 
-def test_full_graphs_are_refused_with_the_way_out_and_pieces_are_not():
-    def refused(mode):
-        config = SimpleNamespace(
-            parallel_config=SimpleNamespace(),
-            speculative_config=None,
-            compilation_config=SimpleNamespace(
-                cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: mode == "full")
-            ),
-        )
-        return position_shift.can_shift(config, SimpleNamespace(kv_cache_groups=[0]), torch.nn.Linear(1, 1))
+@pytest.mark.parametrize(
+    ("graphs", "no_shift", "reason"),
+    [
+        ("none", "", ""),
+        ("pieces", "", ""),
+        ("none", "full CUDA graphs call no module", "positions cannot be shifted: full CUDA graphs call no module"),
+    ],
+)
+def test_a_worker_that_does_not_read_in_place_says_why(graphs, no_shift, reason, monkeypatch):
+    mode = SimpleNamespace(has_piecewise_cudagraphs=lambda: graphs == "pieces", has_full_cudagraphs=lambda: False)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    share = share_of("joined by head", "joined by head")
+    worker = ComposingWorker(config, None)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert worker._find_reader(share.places, no_shift, None) == "" and worker.reader is None, "copies were chosen"
+    monkeypatch.setenv(VARIABLE, "in-place")
+    assert worker._find_reader(share.places, no_shift, None) == reason
+    assert (worker.reader is None) == bool(reason)
+    if not reason:
+        assert worker.reader._is_captured == (graphs == "pieces")
 
-    assert '"cudagraph_mode": "PIECEWISE"' in refused("full")
-    assert refused("pieces") == ""
+
+def test_full_graphs_are_refused_with_the_way_out():
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+    )
+    said = position_shift.can_shift(config, SimpleNamespace(kv_cache_groups=[0]), torch.nn.Linear(1, 1))
+    assert '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'' in said

@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader
 class ReadsDocuments:
     """Goes before an implementation of vLLM's among the parents of a class.
 
-    vLLM's kernel computes all rows. Those that read documents are computed again, with their own tokens as one more
+    vLLM's kernel computes all rows. Rows that read documents are computed again, with their own tokens as one more
     piece, since kernels do not return the log-sum-exp of a row to merge with.
     """
 

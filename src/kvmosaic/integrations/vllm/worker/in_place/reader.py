@@ -48,6 +48,8 @@ class DocumentReader:
         self._is_paged, self._is_captured = is_paged, is_captured
         self._changed: tuple[Tensor, Tensor] | None = None
         """The positions that a forward was given, and what they were."""
+        self.num_forwards = 0
+        """Forwards of the model in which documents were read."""
         self._pages: TritonReader | None = None
         self._backend = attention_backend()
         self._requests: tuple[InPlaceRequest, ...] = ()
@@ -115,6 +117,7 @@ class DocumentReader:
         self._step = step = self.step_of(rows)
         if step is None:
             return None
+        self.num_forwards += 1
         moved = positions.clone()
         moved[step.rows] = step.positions.to(moved)
         if self._is_captured:
