@@ -110,8 +110,9 @@ def attend_walks(
         stacked = tl.load(segment + 3) + first_row + row
         seen = tl.load(segment + 4) + first_row + row
         if TABLE_BLOCK:
-            key = chunk_key + kv_head * chunk_key_head
-            value = chunk_value + kv_head * chunk_value_head
+            # 64 bits: in a cache with its heads outermost, they are as far apart as the cache is long
+            key = chunk_key + kv_head.to(tl.int64) * chunk_key_head
+            value = chunk_value + kv_head.to(tl.int64) * chunk_value_head
             key_row, value_row = chunk_key_row, chunk_value_row
         elif pool == 0:
             key = own_key + first_slot * own_key_row + kv_head * own_key_head
