@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.families import build
 from support.plain import PlainBackend
 from support.worlds import CPU, TOLERANCES, World, layer_of, rotation_of, worlds
 
+import kvmosaic
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams
 from kvmosaic.attention import Piece, RowGroup, TorchBackend, choose_backend, plan_reads
 from kvmosaic.attention.backend_choice import VARIABLE
@@ -314,5 +316,8 @@ build(merge_walks, "*bf16", 80, dict(VALUE_DIM=80, BLOCK_VALUE=128, PARTS=16))
 
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    environment["PYTHONPATH"] = str(
+        Path(kvmosaic.__file__).parents[1]
+    )  # the tree under test, wherever another is installed
     done = subprocess.run([sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
