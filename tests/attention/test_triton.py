@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.families import build
 from support.plain import PlainBackend
 from support.worlds import CPU, TOLERANCES, World, layer_of, rotation_of, worlds
 
+import kvmosaic
 from kvmosaic import LLM, ChunkCacheConfig, Prompt, SamplingParams
 from kvmosaic.attention import Piece, RowGroup, TorchBackend, choose_backend, plan_reads
 from kvmosaic.attention.backend_choice import VARIABLE
@@ -270,29 +272,42 @@ from triton.compiler import ASTSource
 from kvmosaic.attention.triton.backend import KernelShape
 from kvmosaic.attention.triton.kernel import attend_walks, merge_walks
 
-def types(kernel, dtype):
+def types(kernel, dtype, stored):
     pointers = dict.fromkeys("partners rows segments units places starts".split(), "*i64")
     pointers |= dict.fromkeys("cosines sines sums outputs partials partial_sums".split(), "*fp32")
-    pointers |= {"query": dtype, "masks": "*u8", "scaling": "fp32", "softcap": "fp32"}
+    pointers |= {"query": dtype, "masks": "*u8", "scaling": "fp32", "softcap": "fp32", "blocks": "*i32"}
+    pointers |= {"key_scale": "*fp32", "value_scale": "*fp32", "chunk_key": stored, "chunk_value": stored}
     for name in kernel.arg_names:
         is_pool = name.endswith(("_key", "_value"))
-        yield name, "constexpr" if name.isupper() else dtype if is_pool else pointers.get(name, "i32")
+        yield name, "constexpr" if name.isupper() else pointers.get(name, dtype if is_pool else "i32")
 
-def build(kernel, dtype, capability, constants, **options):
-    signature = dict(types(kernel, dtype))
-    aligned = [name.endswith(("_row", "_head")) or kind[0] == "*" for name, kind in signature.items()]
+def build(kernel, dtype, capability, constants, stored=None, **options):
+    signature = dict(types(kernel, dtype, stored or dtype))
+    aligned = [name.endswith(("_row", "_head", "_block")) or kind[0] == "*" for name, kind in signature.items()]
     divisible = {(index,): [["tt.divisibility", 16]] for index, is_aligned in enumerate(aligned) if is_aligned}
     source = ASTSource(kernel, signature, constants, divisible)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 flags = dict(IS_TURNED=True, IS_CAPPED=True, IS_MASKED=True, IS_DIRECT=False, IS_WIDENED=False)
-for capability, dtype, dim, tile in [(80, torch.bfloat16, 128, 16), (90, torch.float16, 80, 64)]:
+whole, paged, scaled = (
+    dict(TABLE_BLOCK=table, CACHE_BLOCK=cache, IS_SCALED=is_scaled)
+    for table, cache, is_scaled in [(0, 1, False), (32, 16, False), (16, 16, True)]
+)
+for capability, dtype, dim, tile, cache, stored in [
+    (80, torch.bfloat16, 128, 16, whole, None),
+    (90, torch.float16, 80, 64, whole, None),
+    (80, torch.bfloat16, 128, 16, paged, None),
+    (90, torch.bfloat16, 128, 64, paged, None),
+    (80, torch.float16, 256, 64, paged, None),
+    (90, torch.bfloat16, 128, 16, scaled, "*fp8e4nv"),
+    (80, torch.bfloat16, 128, 64, scaled, "*fp8e5"),
+]:
     shape = KernelShape.of(dim, dim, tile, dtype)
     sizes = dict(GROUP=4, KEY_DIM=dim, VALUE_DIM=dim, BLOCK_KEY=shape.block_key, BLOCK_VALUE=shape.block_value)
-    constants = {**sizes, **flags, "TILE": tile, "KEYS": shape.num_keys}
+    constants = {**sizes, **flags, **cache, "TILE": tile, "KEYS": shape.num_keys}
     kind = "*bf16" if dtype is torch.bfloat16 else "*fp16"
     options = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
-    kernel = build(attend_walks, kind, capability, constants, **options)
+    kernel = build(attend_walks, kind, capability, constants, stored, **options)
     assert "mma" in kernel.asm["ptx"], "the tensor cores have work"
     assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
 build(merge_walks, "*bf16", 80, dict(VALUE_DIM=80, BLOCK_VALUE=128, PARTS=16))
@@ -301,5 +316,8 @@ build(merge_walks, "*bf16", 80, dict(VALUE_DIM=80, BLOCK_VALUE=128, PARTS=16))
 
 def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    environment["PYTHONPATH"] = str(
+        Path(kvmosaic.__file__).parents[1]
+    )  # the tree under test, wherever another is installed
     done = subprocess.run([sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -9,8 +9,15 @@ import pytest
 
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
-from kvmosaic.integrations.vllm.scheduler.trouble import connectors_trouble, engine_trouble, why_not_repaired
+from kvmosaic.integrations.vllm.scheduler.trouble import (
+    connectors_trouble,
+    engine_trouble,
+    reads_in_place,
+    why_copied,
+    why_not_repaired,
+)
 
+READS = WorkerFacts(can_read_in_place=True)
 ABLE = WorkerFacts(can_repair=True, can_shift=True, num_positions=40)
 
 
@@ -73,3 +80,25 @@ def test_returned_experts_are_a_reason_to_compose_nothing(part: str) -> None:
     config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), **options)
     found = engine_trouble(config, SimpleNamespace(kv_cache_groups=[group]))
     assert found is not None and found.code == "routed_experts"
+
+
+@pytest.mark.parametrize(
+    ("facts", "options", "reason"),
+    [
+        ([WorkerFacts()], {}, ""),
+        ([READS, WorkerFacts(no_reading="its graphs are full")], {}, "its graphs are full"),
+        ([READS], {"is_alone": False}, "another connector"),
+        ([READS], {"penalty": 1.2}, "leave it at 1"),
+        ([READS], {"strategy": "shared"}, "repair in shared positions"),
+    ],
+)
+def test_a_copied_request_has_a_reason_where_reading_was_chosen(
+    facts: list[WorkerFacts], options: dict[str, Any], reason: str
+) -> None:
+    composition = Composition(4, (10, 6), options.get("strategy", "sequential"), repair=2)
+    request = SimpleNamespace(sampling_params=SimpleNamespace(repetition_penalty=options.get("penalty", 1.0)))
+    is_alone = options.get("is_alone", True)
+    said = why_copied(request, composition, facts, is_alone=is_alone)
+    assert reason in said and bool(said) == bool(reason)
+    reads = reads_in_place(request, composition, composition.layout(range(25)), facts)
+    assert not (reads and is_alone)

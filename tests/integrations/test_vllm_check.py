@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.console.vllm.check import engine_table, finding_table, verdict, worker_table
-from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, WorkerDiagnostics, key_findings
+from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, WorkerDiagnostics, key_findings, reading_findings
 
 WORKER = WorkerDiagnostics(
     "0.1", "npu:1", 2, ("2 x ascend, blocks of 128",), ("2 x 64 of 64",), "", "no [metadata] here", ""
@@ -78,3 +78,21 @@ def test_options_of_vllm_need_vllm() -> None:
     result = CliRunner().invoke(app, ["check", "reader", "--", "--tensor-parallel-size", "2"])
     assert result.exit_code == 2
     assert "say --vllm as well" in result.output
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason", "passed"),
+    [
+        ([None], "", []),
+        ([None, None], "its graphs are full", [False]),
+        ([3, 2], "", [True]),
+        ([3, 0], "", [False]),
+    ],
+)
+def test_where_reading_in_place_is_chosen_it_must_happen(counts: list[Any], reason: str, passed: list[bool]) -> None:
+    workers = [replace(WORKER, no_reading=reason) for _ in counts]
+    found = reading_findings(workers, counts)
+    assert [each.passed for each in found] == passed
+    assert not reason or reason in found[0].found
+    if reason:
+        assert f"no: {reason}" in printed(replace(CHECK, workers=tuple(workers)))

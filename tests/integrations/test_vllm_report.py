@@ -132,3 +132,9 @@ def test_the_rest_of_a_system_text_and_texts_between_documents_have_rows_of_thei
 def test_a_report_has_one_outcome_for_each_chunk() -> None:
     with pytest.raises(AssertionError):
         report_of(SHAPE, 20, (CACHED,))
+
+
+def test_a_copy_where_reading_in_place_was_chosen_is_a_warning() -> None:
+    told = report_of(SHAPE, 20, (CACHED, CACHED), copied="the graphs are full").to_json()
+    assert told["warnings"] == ["documents were copied, not read in place: the graphs are full"]
+    assert report_of(SHAPE, 20, (CACHED, CACHED)).to_json()["warnings"] == []

@@ -24,6 +24,19 @@ def test_a_model_that_can_be_composed_passes(vllm_model, name, dtype):
         assert dtype == "bfloat16" or float(finding["found"]) < 1e-4
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_documents_are_read_in_place_where_that_is_chosen(vllm_model, is_refused):
+    options = {"fault": "read nothing"} if is_refused else {}
+    found = checked(str(vllm_model("llama")), environment={"KVMOSAIC_DOCUMENT_READS": "in-place"}, **options)
+    *others, finding = found["findings"]
+    assert finding["what"] == "documents read in place" and finding["passed"] != is_refused
+    assert all(each["passed"] for each in others), "copies are as good"
+    assert found["passed"] != is_refused
+    (worker,) = found["workers"]
+    assert (worker["no_reading"] == "no layer reads") == is_refused
+    assert ("copied: no layer reads" in finding["found"]) == is_refused
+
+
 KEYS, MOVED, SHARED = "keys of the first layer, moved by 35", "one moved", "shared positions"
 REPAIRED, BETWEEN = "first 8 tokens repaired", "text before and between them"
 

@@ -164,6 +164,9 @@ def test_what_needs_every_token_of_the_prompt_gets_copies(reading, vllm_engine):
     engine.call(reads)
     found = engine.ask(ask)
     assert found.is_composed and not engine.call(reads)
+    (warning,) = found.report["warnings"]
+    assert warning.startswith("documents were copied, not read in place: repetition_penalty")
+    assert engine.ask(replace(ask, repetition_penalty=1.0)).report["warnings"] == []
     assert difference(found, vllm_engine("llama").ask(ask)) < CLOSE
 
 

@@ -38,10 +38,23 @@ def _repair_nothing() -> None:
     Repairer.run = lambda self, repairs, *, compiled=True: 0
 
 
-FAULTS = {"turn back": _turn_back, "shift nothing": _shift_nothing, "repair nothing": _repair_nothing}
+def _read_nothing() -> None:
+    from kvmosaic.integrations.vllm.worker import composing_worker
+
+    composing_worker.document_reader = lambda places, *, is_captured=False: "no layer reads"
 
 
-def checked(model: str, *, fault: str = "", dtype: str = "float32") -> dict[str, Any]:
+FAULTS = {
+    "read nothing": _read_nothing,
+    "turn back": _turn_back,
+    "shift nothing": _shift_nothing,
+    "repair nothing": _repair_nothing,
+}
+
+
+def checked(
+    model: str, *, fault: str = "", dtype: str = "float32", environment: dict[str, str] | None = None
+) -> dict[str, Any]:
     """What the check found, in a fork of this process."""
 
     def main(end: Any) -> None:
@@ -55,7 +68,7 @@ def checked(model: str, *, fault: str = "", dtype: str = "float32") -> dict[str,
         found = check_engine(model, [*OPTIONS, "--dtype", dtype, "--num-gpu-blocks-override", "64"])
         end.sendall(json.dumps({**asdict(found), "passed": found.passed}).encode() + b"\n")
 
-    fork = Fork(main, {})
+    fork = Fork(main, environment or {})
     try:
         line = fork.socket.makefile().readline()
         assert line, fork.output()

@@ -1,5 +1,5 @@
 """Triton backend: GPU kernels that read a layer's runs of keys in place. Importing it imports Triton."""
 
-from kvmosaic.attention.triton.backend import TritonBackend, try_triton
+from kvmosaic.attention.triton.backend import PagedCache, TritonBackend, TritonReader, try_triton, why_not_paged
 
-__all__ = ["TritonBackend", "try_triton"]
+__all__ = ["PagedCache", "TritonBackend", "TritonReader", "try_triton", "why_not_paged"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
@@ -57,6 +57,31 @@ class KernelShape:
         return cls(block_key, block_value, num_keys, 8 if tile > 16 else 4, 2 if head_bytes <= 1024 else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """A layer's keys and values in blocks anywhere in a cache, and the blocks of all runs that a step reads.
+
+        table     [B] block ids        │ 7 │ 2 │ 9 │ 2 │ 4 │      a run may begin inside a block; slots of a plan count
+        slots                          0   P   2P  3P  4P         along the table: slot s is in block table[s // P]
+        keys      [N, P', G, D]        values [N, P', G, Dv]      any strides, the last one 1
+
+    Nothing of it is copied or written. The table counts blocks of P tokens; those of the cache, of P' tokens, may be
+    parts of them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    table: Int[Tensor, " B"]
+    """int32, on the cache's device."""
+    block_size: int
+    """P."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """If the cache is in 8 bits (float8): numbers by which keys and values are multiplied, one float32 each."""
+
+
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 class TritonBackend(TorchBackend):
     """Attention by Triton kernels for supported layers, by torch for others.
 
@@ -94,20 +119,59 @@ class TritonReader:
         used = {pool: pools[pool] for pool, needed in self._needed.items() if needed}
         if not all(_fits(query, key, value) for key, value in used.values()):
             return None
-        assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
         assert all(len(key) >= self._needed[pool] for pool, (key, _) in used.items()), "reads lie inside their pools"
+        return self._run(query, used, None, scaling, softcap, tables)
+
+    def attend_paged(
+        self,
+        query: Float[Tensor, "T H D"],
+        cache: PagedCache,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        tables: RotationTables | None = None,
+    ) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]]:
+        """Reads of "chunk_cache" alone, where that pool is a paged cache; see `why_not_paged` for what is possible.
+
+        Args:
+            query: [T, H, D].
+            cache: of the plan's slots; rows of the step are in it, too.
+            scaling: of the scores.
+            softcap: of the scores; None: none.
+            tables: rotation of the plan's stacked queries; None: no key is moved.
+
+        Returns:
+            Outputs [T, H, Dv] in the query's dtype, and their log-sum-exp [T, H] in float32.
+        """
+        needed = self._needed["chunk_cache"]
+        assert not any(count for pool, count in self._needed.items() if pool != "chunk_cache"), "one paged pool"
+        assert needed <= len(cache.table) * cache.block_size, "reads lie inside their blocks"
+        assert cache.block_size % cache.keys.shape[1] == 0, "blocks of the cache are parts of the table's"
+        assert (cache.keys.dtype in QUANTIZED_DTYPES) == (cache.scales is not None), "8 bits have scales"
+        return self._run(query, {"chunk_cache": (cache.keys, cache.values)}, cache, scaling, softcap, tables)
+
+    def _run(
+        self,
+        query: Tensor,
+        used: Pools,
+        cache: PagedCache | None,
+        scaling: float,
+        softcap: float | None,
+        tables: RotationTables | None,
+    ) -> tuple[Tensor, Tensor]:
+        assert len(query) == self._plan.num_rows, "a plan is for all rows of a step"
         num_rows, num_heads, _ = query.shape
-        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
+        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[-2:]
         work = self._work(num_heads // num_kv_heads, num_kv_heads, query.device)
         output = query.new_empty(num_rows, num_heads, value_dim)
         lse = query.new_empty(num_rows, num_heads, dtype=torch.float32)
         with _on(query.device):
             if work.is_direct:
-                self._attend(work, query, used, output, lse, scaling, softcap, tables)
+                self._attend(work, query, used, cache, output, lse, scaling, softcap, tables)
                 return output, lse
             partials = query.new_empty(len(work.partial_slots), num_heads, value_dim, dtype=torch.float32)
             partial_sums = query.new_empty(len(work.partial_slots), num_heads, dtype=torch.float32)
-            self._attend(work, query, used, partials, partial_sums, scaling, softcap, tables)
+            self._attend(work, query, used, cache, partials, partial_sums, scaling, softcap, tables)
             merge_walks[num_rows, num_heads](
                 partials,
                 partial_sums,
@@ -127,6 +191,7 @@ class TritonReader:
         work: WorkList,
         query: Tensor,
         used: Pools,
+        cache: PagedCache | None,
         outputs: Tensor,
         sums: Tensor,
         scaling: float,
@@ -135,10 +200,11 @@ class TritonReader:
     ) -> None:
         """Launches the attention kernel once per tile height; `outputs` and `sums` hold rows or partial results."""
         num_heads, key_dim = query.shape[1:]
-        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[1:]
+        num_kv_heads, value_dim = next(iter(used.values()))[1].shape[-2:]
         is_turned = tables is not None and not tables.is_identity
         rotation = (tables.cos, tables.sin, tables.permutation) if tables is not None else (query, query, query)
         masks = self._mask_bytes(query.device)
+        scales = None if cache is None else cache.scales
         for tile, units in work.units.items():
             shape = KernelShape.of(key_dim, value_dim, tile, query.dtype)
             attend_walks[len(units), num_kv_heads](
@@ -147,6 +213,8 @@ class TritonReader:
                 *rotation,
                 # a pool that is not read has no tensors: any of the right dtype will do
                 *(argument for pool in POOLS for argument in _arguments(*used.get(pool, (query, query)))),
+                *((units, 0, 0) if cache is None else (cache.table, cache.keys.stride(0), cache.values.stride(0))),
+                *((sums, sums) if scales is None else scales),
                 sums if masks is None else masks,
                 self._plan.rows,
                 work.segments,
@@ -168,6 +236,9 @@ class TritonReader:
                 IS_MASKED=masks is not None,
                 IS_DIRECT=work.is_direct,
                 IS_WIDENED=IS_INTERPRETED and query.dtype is torch.bfloat16,
+                TABLE_BLOCK=0 if cache is None else cache.block_size,
+                CACHE_BLOCK=1 if cache is None else cache.keys.shape[1],
+                IS_SCALED=scales is not None,
                 num_warps=shape.num_warps,
                 num_stages=shape.num_stages,
             )
@@ -201,8 +272,28 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
+def why_not_paged(dtype: torch.dtype, num_heads: int, keys: Tensor, values: Tensor) -> str:
+    """Why a paged cache is not read by the kernel for queries [T, num_heads, D] of this dtype; empty: it is."""
+    num_kv_heads, key_dim = keys.shape[-2:]
+    group, longest = num_heads // num_kv_heads, max(key_dim, values.shape[-1])
+    known = " or ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    reasons = {
+        f"queries in {dtype}; the kernel takes {known}": dtype not in DTYPES,
+        f"a cache in {keys.dtype}; the kernel takes that of the queries, or float8": (
+            keys.dtype is not values.dtype or keys.dtype not in (dtype, *QUANTIZED_DTYPES)
+        ),
+        f"heads of {longest} numbers; the kernel takes {MAX_DIM}": longest > MAX_DIM,
+        f"{group} query heads per key head with heads of {longest} numbers; the kernel takes {MAX_GROUP}": (
+            group > MAX_GROUP or (group > TILE_HEIGHTS[-2] and longest * dtype.itemsize > MAX_TALL_BYTES)
+        ),
+        "numbers of a head that are not adjacent": keys.stride(-1) != 1 or values.stride(-1) != 1,
+        f"a cache on {keys.device}; the kernel is for GPUs": keys.device.type != "cuda" and not IS_INTERPRETED,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def _arguments(key: Tensor, value: Tensor) -> tuple[Tensor | int, ...]:
-    return key, value, *key.stride()[:2], *value.stride()[:2]
+    return key, value, *key.stride()[-3:-1], *value.stride()[-3:-1]
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -41,6 +41,11 @@ def attend_walks(
     chunk_key_head,
     chunk_value_row,
     chunk_value_head,
+    blocks,
+    chunk_key_block,
+    chunk_value_block,
+    key_scale,
+    value_scale,
     masks,
     rows,
     segments,
@@ -62,12 +67,20 @@ def attend_walks(
     IS_MASKED: tl.constexpr,
     IS_DIRECT: tl.constexpr,
     IS_WIDENED: tl.constexpr,
+    TABLE_BLOCK: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    IS_SCALED: tl.constexpr,
 ):
     """Program (u, g): unit u of the work list, key head g. See `Work` for segments and units.
 
     Lane i of a tile is query head g * GROUP + i % GROUP of its row i // GROUP. `outputs` [place, H, VALUE_DIM] and
     `sums` [place, H] are contiguous; with IS_DIRECT a place is a row. IS_WIDENED is for the interpreter, which takes
     bfloat16 for whole numbers when it multiplies.
+
+    If TABLE_BLOCK is not 0, all runs are in "chunk_cache", which is a paged cache: slot s is stored at offset
+    s % TABLE_BLOCK of block `blocks[s // TABLE_BLOCK]`. The cache itself has blocks of CACHE_BLOCK slots, of which
+    TABLE_BLOCK is a multiple; `chunk_key_block` and `chunk_value_block` are their strides. With IS_SCALED, its
+    numbers are multiplied by *`key_scale` and *`value_scale`.
     """
     unit = units + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
@@ -96,7 +109,12 @@ def attend_walks(
         num_keys = tl.load(segment + 2)
         stacked = tl.load(segment + 3) + first_row + row
         seen = tl.load(segment + 4) + first_row + row
-        if pool == 0:
+        if TABLE_BLOCK:
+            # 64 bits: in a cache with its heads outermost, they are as far apart as the cache is long
+            key = chunk_key + kv_head.to(tl.int64) * chunk_key_head
+            value = chunk_value + kv_head.to(tl.int64) * chunk_value_head
+            key_row, value_row = chunk_key_row, chunk_value_row
+        elif pool == 0:
             key = own_key + first_slot * own_key_row + kv_head * own_key_head
             value = own_value + first_slot * own_value_row + kv_head * own_value_head
             key_row, value_row = own_key_row, own_value_row
@@ -124,11 +142,25 @@ def attend_walks(
         limit = tl.minimum(seen, num_keys)
         end = tl.max(tl.where(is_lane, limit, 0), 0)
         for first in range(0, end, KEYS):
-            # 64 bits for the block's start, 32 inside it: block addresses fill registers
+            # 64 bits for where keys begin, 32 inside: addresses fill registers
             slot = first + tl.arange(0, KEYS)
             is_key = slot < end
-            key_at = (tl.arange(0, KEYS) * key_row)[None, :] + key_dims[:, None]
-            keys = tl.load(key + first * key_row + key_at, mask=is_key_dim[:, None] & is_key[None, :], other=0.0)
+            if TABLE_BLOCK:
+                # 64 bits for every address: the blocks of a run are anywhere in the cache
+                numbered = first_slot + slot
+                block = tl.load(blocks + numbered // TABLE_BLOCK, mask=is_key, other=0).to(tl.int64)
+                block = block * (TABLE_BLOCK // CACHE_BLOCK) + numbered % TABLE_BLOCK // CACHE_BLOCK
+                offset = numbered % CACHE_BLOCK
+                key_start, value_start = key, value
+                key_at = (block * chunk_key_block + offset * key_row)[None, :] + key_dims[:, None]
+                value_at = (block * chunk_value_block + offset * value_row)[:, None] + value_dims[None, :]
+            else:
+                key_start, value_start = key + first * key_row, value + first * value_row
+                key_at = (tl.arange(0, KEYS) * key_row)[None, :] + key_dims[:, None]
+                value_at = (tl.arange(0, KEYS) * value_row)[:, None] + value_dims[None, :]
+            keys = tl.load(key_start + key_at, mask=is_key_dim[:, None] & is_key[None, :], other=0.0)
+            if IS_SCALED:
+                keys = (keys.to(tl.float32) * tl.load(key_scale)).to(query.dtype.element_ty)
             if IS_WIDENED:
                 keys = keys.to(tl.float32)
             scores = tl.dot(turned, keys, input_precision="ieee") * scaling
@@ -148,10 +180,9 @@ def attend_walks(
             level = tl.where(new_highest == -float("inf"), 0.0, new_highest)
             weights = tl.exp2(scores - level[:, None])
             fading = tl.exp2(highest - level)
-            value_at = (tl.arange(0, KEYS) * value_row)[:, None] + value_dims[None, :]
-            values = tl.load(
-                value + first * value_row + value_at, mask=is_key[:, None] & is_value_dim[None, :], other=0.0
-            )
+            values = tl.load(value_start + value_at, mask=is_key[:, None] & is_value_dim[None, :], other=0.0)
+            if IS_SCALED:
+                values = (values.to(tl.float32) * tl.load(value_scale)).to(query.dtype.element_ty)
             total = total * fading + tl.sum(weights, 1)
             rounded = weights.to(values.dtype)
             if IS_WIDENED:

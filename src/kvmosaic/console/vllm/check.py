@@ -68,6 +68,8 @@ def worker_table(check: EngineCheck) -> Table:
         if not worker.trouble:
             table.add_row("  repair", _possible(worker.no_repair, "yellow"))
             table.add_row("  shared positions", _possible(worker.no_shift, "yellow"))
+        if worker.no_reading:
+            table.add_row("  reading in place", _possible(worker.no_reading))
     return table
 
 

@@ -55,7 +55,7 @@ class DocumentOptions:
         str | None,
         typer.Option(
             metavar="HOW",
-            help="copy (default): each request gets copies of its documents. in-place (CPU): all read the same ones.",
+            help="copy (default): each request gets copies of its documents. in-place: all read the same ones.",
         ),
     ] = None
     documents_dir: Annotated[

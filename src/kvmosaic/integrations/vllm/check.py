@@ -87,6 +87,7 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
                 can_repair=not any(worker.no_repair for worker in workers),
                 can_shift=not any(worker.no_shift for worker in workers),
             )
+            findings += reading_findings(workers, llm.collective_rpc(num_reading_forwards))
         return EngineCheck(
             version=vllm.__version__,
             platform=current_platform.device_name or current_platform.device_type,
@@ -220,6 +221,8 @@ class WorkerDiagnostics:
     """What the worker tested at startup."""
     num_parameters: int = 0
     """Of its share of the model."""
+    no_reading: str = ""
+    """Why it does not read documents in place, where that was chosen."""
 
 
 def diagnose(worker: Any) -> WorkerDiagnostics:
@@ -243,7 +246,30 @@ def diagnose(worker: Any) -> WorkerDiagnostics:
         else (position_shift.can_shift(config, kv_cache_config, places.root) if places else "") or "it failed",
         tested=composing.start_check.tested,
         num_parameters=sum(each.numel() for each in places.root.parameters()) if places else 0,
+        no_reading=composing.facts.no_reading,
     )
+
+
+def num_reading_forwards(worker: Any) -> int | None:
+    """Forwards in which this worker read documents in place; None: it does not read them so."""
+    reader = _composing().reader
+    return None if reader is None else reader.num_forwards
+
+
+def reading_findings(workers: Sequence[WorkerDiagnostics], counts: Sequence[int | None]) -> list[CheckResult]:
+    """Whether documents were read in place, where that was chosen; empty where it was not.
+
+    Args:
+        workers: findings of all workers.
+        counts: by worker, see `num_reading_forwards`.
+    """
+    what, allowed = "documents read in place", "in at least one forward of each worker"
+    if refused := next((worker.no_reading for worker in workers if worker.no_reading), ""):
+        return [CheckResult(what, "", f"copied: {refused}", allowed, passed=False)]
+    if any(count is None for count in counts):
+        return []
+    found = min(count or 0 for count in counts)
+    return [CheckResult(what, "", f"in {found} forwards", allowed, passed=found > 0)]
 
 
 def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> list[CheckResult]:

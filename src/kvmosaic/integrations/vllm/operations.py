@@ -197,6 +197,8 @@ class WorkerFacts:
     can_shift: bool = False
     can_read_in_place: bool = False
     """Its attention reads documents where they are stored."""
+    no_reading: str = ""
+    """Why it does not, where that was chosen; empty: it does, or copies were chosen."""
     fingerprint: str = ""
     """The fingerprint of this worker's weights; empty: unknown."""
     num_positions: int = 0

@@ -8,8 +8,13 @@ from kvmosaic.integrations.vllm.document_reads import document_reads
 
 NAME = "kvmosaic"
 """The connector's name in `--kv-transfer-config`."""
-CPU_BACKEND = "kvmosaic.integrations.vllm.worker.in_place.cpu_backend.InPlaceCpuBackend"
-"""Registered under the name of vLLM's own, which it extends."""
+_IN_PLACE = "kvmosaic.integrations.vllm.worker.in_place"
+BACKENDS = {
+    "CPU_ATTN": f"{_IN_PLACE}.cpu_backend.InPlaceCpuBackend",
+    "FLASH_ATTN": f"{_IN_PLACE}.flash_backend.InPlaceFlashBackend",
+    "TRITON_ATTN": f"{_IN_PLACE}.triton_backend.InPlaceTritonBackend",
+}
+"""Attention backends that read documents, by the name of vLLM's own that each extends; vLLM imports the one it uses."""
 CLASS = "ComposingConnector"
 """Its class, by which a MultiConnector looks up its statistics."""
 
@@ -17,7 +22,7 @@ CLASS = "ComposingConnector"
 def register() -> None:
     """Registers the connector with vLLM; imports nothing until a configuration names it. Safe to call again.
 
-    Where documents are read in place, vLLM's attention for CPUs is replaced by one that also does that.
+    Where documents are read in place, attention backends of vLLM are replaced by ones that also do that.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -27,4 +32,5 @@ def register() -> None:
     if document_reads(os.environ) == "in-place":
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+        for name, path in BACKENDS.items():
+            register_backend(AttentionBackendEnum[name], path)

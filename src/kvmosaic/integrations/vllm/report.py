@@ -69,6 +69,8 @@ class ComposedReport:
     """Why it was answered as an ordinary prompt; empty: it was composed."""
     rest: ChunkOutcome | None = None
     """Outcome of the text before the first chunk, if there is one."""
+    copied: str = ""
+    """Why its documents were copied, where reading them in place was chosen."""
     max_positions: int | None = None
     """Positions that the model was trained for, if known."""
 
@@ -118,7 +120,8 @@ class ComposedReport:
                 "moved_tokens": reuse.moved_tokens,
             },
             "advice": [],
-            "warnings": [],  # vLLM reads the request itself
+            # vLLM reads the request itself, so there are none about its fields
+            "warnings": [f"documents were copied, not read in place: {self.copied}"] if self.copied else [],
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }

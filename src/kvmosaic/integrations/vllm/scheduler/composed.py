@@ -57,6 +57,8 @@ class ComposedRequest:
     """The chunk prompts it waited for that came from a tier."""
     planned: list[tuple[PromptPiece, tuple[Any, ...]]] = field(default_factory=list)
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
+    copied: str = ""
+    """Why it gets copies of its documents, where reading them in place was chosen."""
     in_place: InPlacePlan | None = None
     """How it reads its documents where they are stored; None: it gets copies of them."""
     whole_prompt: list[int] = field(default_factory=list)
@@ -105,6 +107,7 @@ def report_of(composed: ComposedRequest, max_positions: int | None = None) -> Co
         tuple(outcomes),
         min(composed.num_cached, composed.composition.end),
         rest=rest,
+        copied=composed.copied,
         max_positions=max_positions,
     )
 

@@ -38,6 +38,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     engine_trouble,
     reads_in_place,
     request_trouble,
+    why_copied,
     why_not_repaired,
     workers_trouble,
 )
@@ -158,6 +159,8 @@ class SchedulerSide:
         composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
         if composed.bypass is None:
             in_place = self._is_alone and reads_in_place(request, composition, layout, self._facts)
+            if not in_place:
+                composed.copied = why_copied(request, composition, self._facts, is_alone=self._is_alone)
             self._take_apart(composed, in_place=in_place)
         if composed.bypass is not None:
             self.tally.bypassed(composed.bypass.code)

@@ -166,6 +166,27 @@ def reads_in_place(request: Any, composition: Composition, layout: Layout, facts
     )
 
 
+def why_copied(request: Any, composition: Composition, facts: Iterable[WorkerFacts], *, is_alone: bool) -> str:
+    """Why a request that cannot read its documents in place gets copies; empty where copies were chosen.
+
+    Args:
+        request: vLLM's request, for which `reads_in_place` is false, or which is not alone.
+        composition: of its prompt.
+        facts: capabilities of the workers.
+        is_alone: whether there is no other connector.
+    """
+    facts = list(facts)
+    if reason := next((fact.no_reading for fact in facts if fact.no_reading), ""):
+        return reason
+    if not all(fact.can_read_in_place for fact in facts):
+        return ""
+    if not is_alone:
+        return "another connector is used beside kvmosaic; documents are read in place where it is the only one"
+    if request.sampling_params.repetition_penalty != 1.0:
+        return "repetition_penalty counts all tokens of the prompt; leave it at 1"
+    return "repair in shared positions is computed on copies; use repair 'none' or position_strategy 'sequential'"
+
+
 def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> str:
     """Why this prompt cannot be repaired; empty if it can."""
     facts = list(facts)

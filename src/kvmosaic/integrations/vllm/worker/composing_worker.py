@@ -60,6 +60,11 @@ class ComposingWorker:
         return self._mover
 
     @property
+    def reader(self) -> DocumentReader | None:
+        """Reads documents in place; None: they are copied."""
+        return self._reader
+
+    @property
     def places(self) -> KVLayout | None:
         """Layout of keys and values; None: unknown."""
         return None if self._mover is None else self._mover.places
@@ -98,6 +103,7 @@ class ComposingWorker:
             can_repair=not no_repair,
             can_shift=not no_shift,
             can_read_in_place=self._reader is not None,
+            no_reading=no_reading,
             num_positions=places.num_positions,
         )
         if no_reading:
@@ -109,9 +115,7 @@ class ComposingWorker:
             return ""
         if no_shift:
             return f"positions cannot be shifted: {no_shift}"
-        if position_shift.captures_graphs(self._config):
-            return "captured graphs read positions of their own"
-        reader = document_reader(places)
+        reader = document_reader(places, is_captured=position_shift.captures_graphs(self._config))
         if isinstance(reader, str):
             return reader
         if trouble := check_reading(places, reader, forward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,42 @@ from kvmosaic.attention.native.backend import NativeBackend
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.integrations.vllm.operations import InPlaceRequest
-from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, rows_of
+from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuVectorLayout
+from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
 from kvmosaic.integrations.vllm.worker.position_shift import step_slots
 from kvmosaic.rope import RotationTables, paired
+
+if TYPE_CHECKING:
+    from kvmosaic.attention.triton import TritonReader
 
 
 class DocumentReader:
     """Between `begin` and `end`, forwards of the model read the documents of these requests.
 
-    The model's root gets the positions of own tokens, and `attend` is called by each attention layer.
+    The model's root gets the positions of own tokens, and `attend` is called by each attention layer. On a GPU, a
+    Triton kernel reads all keys from the cache by blocks; on a CPU, they are put together first, layer by layer.
     """
 
-    def __init__(self, places: KVLayout) -> None:
+    def __init__(self, places: KVLayout, *, is_paged: bool = False, is_captured: bool = False) -> None:
+        """Reads the caches of these layers.
+
+        Args:
+            places: the attention layers.
+            is_paged: read by blocks, by the Triton kernel; see `why_not_paged`.
+            is_captured: pieces of the model are captured graphs. These read the positions of their capture, so the
+                tensor itself is changed for a forward, not a copy of it.
+        """
         self._places = places
         self._by_name = {place.name: place for place in places.layers}
+        self._is_paged, self._is_captured = is_paged, is_captured
+        self._changed: tuple[Tensor, Tensor] | None = None
+        """The positions that a forward was given, and what they were."""
+        self.num_forwards = 0
+        """Forwards of the model in which documents were read."""
+        self._pages: TritonReader | None = None
         self._backend = attention_backend()
         self._requests: tuple[InPlaceRequest, ...] = ()
         self._hooks: list[Any] = []
@@ -48,7 +67,10 @@ class DocumentReader:
         self.end()
         if requests:
             self._requests = tuple(requests)
-            self._hooks.append(self._places.root.register_forward_pre_hook(self._prepare, with_kwargs=True))
+            root = self._places.root
+            self._hooks.append(root.register_forward_pre_hook(self._prepare, with_kwargs=True))
+            if self._is_captured:
+                self._hooks.append(root.register_forward_hook(self._restore, always_call=True))
 
     def end(self) -> None:
         """Ends the step; safe at any time."""
@@ -59,7 +81,7 @@ class DocumentReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._step = self._reader = None
+        self._step = self._reader = self._pages = None
         self._turned.clear()
 
     @contextmanager
@@ -88,16 +110,33 @@ class DocumentReader:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if slots is None or positions is None:
             return None
-        rows = rows_of(self._requests, slots[: len(positions)], positions, self._places.block_size)
+        # which rows read what is planned on the host: on a GPU, this waits for the device once per step
+        given = slots[: len(positions)].cpu(), positions.cpu()
+        rows = rows_of(self._requests, *given, self._places.block_size)
         self._forget()
-        self._step = step = InPlaceStep.of(rows, self._places.block_size)
+        self._step = step = self.step_of(rows)
         if step is None:
             return None
+        self.num_forwards += 1
         moved = positions.clone()
         moved[step.rows] = step.positions.to(moved)
+        if self._is_captured:
+            self._changed = positions, positions.clone()
+            positions.copy_(moved)
+            return None
         if "positions" in kwargs:
             return args, {**kwargs, "positions": moved}
         return (args[0], moved, *args[2:]), kwargs
+
+    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._changed is not None:
+            positions, given = self._changed
+            positions.copy_(given)
+            self._changed = None
+
+    def step_of(self, rows: Sequence[OwnRows]) -> InPlaceStep | None:
+        """The reads of these rows, as this reader takes them."""
+        return InPlaceStep.of(rows, self._places.block_size, self._places.device, is_paged=self._is_paged)
 
     @property
     def is_reading(self) -> bool:
@@ -119,19 +158,36 @@ class DocumentReader:
         assert step is not None
         place = self._by_name[layer_name]
         rows = step.rows
-        stored_keys, stored_values = self._stored(place, step)
-        pools = {
-            None: (key[rows], value[rows]),
-            "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
-        }
         softcap = float(impl.logits_soft_cap or 0) or None
-        result, lse = self._attend(place, query[rows], pools, float(impl.scale), softcap)
+        if self._is_paged:
+            result, lse = self._attend_paged(place, query[rows], float(impl.scale), softcap)
+        else:
+            stored_keys, stored_values = self._stored(place, step)
+            pools = {
+                None: (key[rows], value[rows]),
+                "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
+            }
+            result, lse = self._attend(place, query[rows], pools, float(impl.scale), softcap)
         if impl.sinks is not None:
             result = apply_sinks(result, lse, impl.sinks)
         if self._errors is not None:
             self._errors[layer_name] = relative_error(result, output[rows])
             return
         output[rows] = result.to(output.dtype)
+
+    def _attend_paged(
+        self, place: LayerPlace, query: Tensor, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """All reads of a layer by the Triton kernel, from the cache itself; the keys of own rows are stored there."""
+        from kvmosaic.attention.triton import PagedCache, TritonReader
+
+        step, layout = self._step, place.layout
+        assert step is not None and isinstance(layout, PagedLayout)
+        if self._pages is None:
+            self._pages = TritonReader(step.plan)
+        tables = self._tables(place.rotation, query.shape[2]) if step.plan.is_moved else None
+        cache = PagedCache(layout.keys, layout.values, step.table, self._places.block_size)
+        return self._pages.attend_paged(query, cache, scaling=scaling, softcap=softcap, tables=tables)
 
     def _stored(self, place: LayerPlace, step: InPlaceStep) -> tuple[Tensor, Tensor]:
         """Keys [S, G, D] and values [S, G, Dv] of a step's slots, valid until the next call."""
@@ -201,9 +257,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:
     """Factors of R keys as `kvmosaic.attention` takes them: [R, 1, D] each, the pair's sign in the sines."""
-    num_rows = len(factors.cos)
-    cos, sin = torch.ones(num_rows, 1, head_dim), torch.zeros(num_rows, 1, head_dim)
-    partners = torch.arange(head_dim)
+    num_rows, device = len(factors.cos), factors.cos.device
+    cos, sin = torch.ones(num_rows, 1, head_dim, device=device), torch.zeros(num_rows, 1, head_dim, device=device)
+    partners = torch.arange(head_dim, device=device)
     rotary = slice(rotation.first, rotation.first + rotation.rotary_dim)
     for table, first, second in ((cos, factors.cos, factors.cos), (sin, -factors.sin, factors.sin)):
         one, other = paired(table[..., rotary], rotation.layout)
@@ -226,14 +282,42 @@ def attention_backend() -> AttentionBackend:
     return backend
 
 
-def document_reader(places: KVLayout) -> DocumentReader | str:
-    """The reader of all layers, or why there is none."""
+def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentReader | str:
+    """The reader of all layers, or why there is none; see `DocumentReader` for `is_captured`."""
     if any(place.layout.is_latent for place in places.layers):
-        return "a latent cache is not read in place"
+        return "a latent cache (MLA) is not read in place"
     implementations = [place.layer.impl for place in places.layers]
-    if not all(hasattr(impl, "reader") for impl in implementations):
-        return f"the attention {type(implementations[0]).__name__} reads no documents"
-    reader = DocumentReader(places)
+    if other := next((impl for impl in implementations if not hasattr(impl, "reader")), None):
+        return (
+            f"the attention {type(other).__name__} reads no documents; on a GPU, start with --attention-backend "
+            "FLASH_ATTN or TRITON_ATTN"
+        )
+    is_paged = places.device.type != "cpu"
+    if is_paged and (reason := why_not_paged(places)):
+        return reason
+    reader = DocumentReader(places, is_paged=is_paged, is_captured=is_captured)
     for impl in implementations:
         impl.reader = reader
     return reader
+
+
+def why_not_paged(places: KVLayout) -> str:
+    """Why the Triton kernel does not read the caches of these layers; empty: it does."""
+    try:
+        from kvmosaic.attention import triton
+    except ImportError as error:
+        return f"documents are read by a Triton kernel, and Triton cannot be imported: {error}"
+    for place in places.layers:
+        layout = place.layout
+        if not isinstance(layout, PagedLayout):
+            return f"{place.name}: a cache of the kind {type(layout).__name__} has no blocks of whole tokens"
+        dtype = layer_dtype(place)
+        if reason := triton.why_not_paged(dtype, int(place.layer.num_heads), layout.keys, layout.values):
+            return f"{place.name} has {reason}"
+    return ""
+
+
+def layer_dtype(place: LayerPlace) -> torch.dtype:
+    """Dtype of the layer's queries, keys and values."""
+    found = getattr(place.layer, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32

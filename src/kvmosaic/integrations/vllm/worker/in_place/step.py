@@ -8,16 +8,18 @@ what they read          vLLM's kernel                own tokens 0 to 5, a, b, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.reads import Piece, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.reads import Call, Piece, ReadPlan, RowGroup, plan_reads
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
 from kvmosaic.layers.geometry import FULL
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +46,39 @@ class OwnRows:
 class InPlaceStep:
     """Reads of one forward, for all layers.
 
-    slots       [S] where the keys lie that its rows read; in this order they are one pool, "chunk_cache"
+    slots       [S] where the keys lie that its rows read; in this order they are one pool, "chunk_cache". Paged: none
+    table       paged: [B] int32, the blocks of these runs; a slot of "chunk_cache" counts along them
     rows        [T] the forward's rows that read in place
     positions   [T] theirs
-    plan        the calls: rows count from 0 to T
+    plan        the calls: rows count from 0 to T. Paged: its rows' own keys are in "chunk_cache", too
     """
 
     slots: Tensor
+    table: Tensor
     rows: Tensor
     positions: Tensor
     plan: ReadPlan
 
     @classmethod
-    def of(cls, requests: Sequence[OwnRows], block_size: int) -> InPlaceStep | None:
-        """The reads of these requests; None if no row of them reads a document or is shifted."""
-        pool = _Pool(block_size)
+    def of(
+        cls,
+        requests: Sequence[OwnRows],
+        block_size: int,
+        device: torch.device = _CPU,
+        *,
+        is_paged: bool = False,
+    ) -> InPlaceStep | None:
+        """The reads of these requests; None if no row of them reads a document or is shifted.
+
+        Args:
+            requests: the rows of the forward that read in place.
+            block_size: tokens per block.
+            device: of all tensors.
+            is_paged: keys are read from the cache by blocks, those of the forward's own rows as well, instead of
+                being read token by token before.
+        """
+        pool = _PagedPool(block_size) if is_paged else _Pool(block_size)
+        own_slots: dict[int, int] = {}
         groups: list[RowGroup] = []
         rows: list[int] = []
         positions: list[int] = []
@@ -72,14 +92,30 @@ class InPlaceStep:
                 position = own.position(first)
                 earlier = [Piece("chunk_cache", slot, first, 0)] if first else []
                 reads = (*earlier, *(_piece(read, at) for read, at in seen if read.first_reader <= first))
+                own_slots[len(rows)] = slot + first
                 groups.append(RowGroup(len(rows), last - first, position, reads))
                 start = own.first_row + first - own.first_index
                 rows += range(start, start + last - first)
                 positions += range(position, position + last - first)
         if not groups:
             return None
-        plan = plan_reads(groups, FULL, torch.device("cpu"))
-        return cls(pool.slots(), torch.tensor(rows), torch.tensor(positions), plan)
+        plan = plan_reads(groups, FULL, device)
+        if is_paged:
+            plan = replace(plan, calls=tuple(_stored(call, own_slots) for call in plan.calls))
+        return cls(
+            slots=pool.slots().to(device),
+            table=pool.table().to(device),
+            rows=torch.tensor(rows, device=device),
+            positions=torch.tensor(positions, device=device),
+            plan=plan,
+        )
+
+
+def _stored(call: Call, own_slots: Mapping[int, int]) -> Call:
+    """A call that reads the rows' own keys from the cache, where they are stored by then."""
+    if call.pool is not None:
+        return call
+    return replace(call, pool="chunk_cache", first_slot=own_slots[call.first_slot])
 
 
 def _piece(read: DocumentRead, slot: int) -> Piece:
@@ -111,14 +147,42 @@ class _Pool:
             parts.append(torch.tensor(blocks)[index // size] * size + index % size)
         return torch.cat(parts)
 
+    def table(self) -> Tensor:
+        """See `_PagedPool.table`."""
+        return torch.empty(0, dtype=torch.int32)
+
+
+class _PagedPool(_Pool):
+    """Runs of slots in whole blocks, each once: one that begins inside a block begins inside one of the table, too."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self._table: list[int] = []
+
+    def place(self, blocks: tuple[int, ...], start: int, num_tokens: int) -> int:
+        """Where a run begins in the pool."""
+        run, size = (blocks, start, num_tokens), self._block_size
+        if run not in self._runs:
+            self._runs[run] = len(self._table) * size + start % size
+            self._table += blocks[start // size : -(-(start + num_tokens) // size)]
+        return self._runs[run]
+
+    def slots(self) -> Tensor:
+        """None: they are read by the table."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def table(self) -> Tensor:
+        """[B] int32, the blocks of all runs."""
+        return torch.tensor(self._table, dtype=torch.int32)
+
 
 def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor, block_size: int) -> list[OwnRows]:
     """Finds the rows of requests by the blocks that a forward writes; an own token's index is its position for vLLM.
 
     Args:
         requests: requests of the step.
-        slots: [T] written slots, negative for padding.
-        positions: [T] positions as vLLM counts them.
+        slots: [T] written slots, negative for padding; on the host.
+        positions: [T] positions as vLLM counts them; on the host.
         block_size: tokens per block.
     """
     owners = {block: number for number, request in enumerate(requests) for block in request.blocks}

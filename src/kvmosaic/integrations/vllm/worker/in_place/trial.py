@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest, RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, relative_error
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, layer_dtype, relative_error
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
 from kvmosaic.integrations.vllm.worker.key_rotation import arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
@@ -46,7 +48,7 @@ def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward
     request = InPlaceRequest((1,), ((NUM_BEFORE, 2 * NUM_TOKENS),), reads)
     rows = [OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)]
     try:
-        step = InPlaceStep.of(rows, size)
+        step = reader.step_of(rows)
         assert step is not None
         found = next((fault for place in places.layers if (fault := _fault(places, reader, place, step, request))), "")
         if not found and nested is not None:
@@ -62,13 +64,13 @@ def _fault(
 ) -> str:
     """Why a layer does not read what it should; empty: it does."""
     layer, impl = place.layer, place.layer.impl
-    if getattr(impl, "alibi_slopes", None) is not None or (getattr(impl, "sliding_window", -1) or -1) >= 0:
+    if getattr(impl, "alibi_slopes", None) is not None or _has_window(impl):
         return f"{place.name} has a bias or a window"
     generator = torch.Generator().manual_seed(0)
-    dtype = places_dtype(place)
+    dtype = layer_dtype(place)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator).to(places.device, dtype)
 
     heads, keys_heads, key_size = int(layer.num_heads), int(layer.num_kv_heads), place.layout.key_size
     value_size = int(getattr(layer, "head_size_v", None) or key_size)
@@ -77,9 +79,9 @@ def _fault(
     keys, values = drawn(total, keys_heads, key_size), drawn(total, keys_heads, value_size)
     slots = [places.slots((1,), 0, NUM_BEFORE + NUM_ROWS)]
     slots += [places.slots(read.blocks, read.start, read.num_tokens) for read in request.reads]
-    place.layout.write(torch.cat(slots), keys, values)
+    place.layout.write(torch.cat(slots).to(places.device), keys, values)
     own = slice(NUM_BEFORE, NUM_BEFORE + NUM_ROWS)
-    output = torch.zeros(NUM_ROWS, heads, value_size, dtype=dtype)
+    output = torch.zeros(NUM_ROWS, heads, value_size, dtype=dtype, device=places.device)
     with reader.trying(step):
         reader.attend(place.name, query, keys[own], values[own], output, impl)
     expected = _expected(place, query, keys.double(), values.double(), request)
@@ -101,10 +103,10 @@ def _fault_of_text(reader: DocumentReader, nested: ExtraForward) -> str:
     return "" if errors[name] <= limit else f"{name}: attention differs by {errors[name]:.2g} (limit {limit:.2g})"
 
 
-def places_dtype(place: LayerPlace) -> torch.dtype:
-    """Dtype of the layer's queries, keys and values."""
-    found = getattr(place.layer, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
+def _has_window(impl: Any) -> bool:
+    """Whether a layer sees the last tokens only; backends keep its window as a number or as (left, right)."""
+    window = getattr(impl, "sliding_window", None)
+    return any(each is not None and each >= 0 for each in (window if isinstance(window, tuple | list) else (window,)))
 
 
 def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, request: InPlaceRequest) -> Tensor:
@@ -115,7 +117,7 @@ def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, re
     for read in request.reads:
         part = moved[first : first + read.num_tokens].float()
         if place.rotation is not None and read.distance:
-            old = torch.arange(read.position, read.position + read.num_tokens)
+            old = torch.arange(read.position, read.position + read.num_tokens, device=keys.device)
             factors = place.rotation.factors(old, old + read.distance, dtype=arithmetic(torch.float64))
             part = part.double()
             place.rotation.rotate(part, factors)
@@ -141,7 +143,7 @@ def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, re
 
 
 def _clear(places: KVLayout, blocks: list[int]) -> None:
-    slots = places.slots(blocks, 0, len(blocks) * places.block_size)
+    slots = places.slots(blocks, 0, len(blocks) * places.block_size).to(places.device)
     for place in places.layers:
         keys, values = place.layout.read(slots)
         place.layout.write(slots, torch.zeros_like(keys), None if values is None else torch.zeros_like(values))
