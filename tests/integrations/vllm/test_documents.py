@@ -149,7 +149,9 @@ def test_commands_of_documents_work_as_with_our_own_server(
     assert kvmosaic("show", "book/a.md", "--version", "1").stdout == "Page a.md.\n"
     assert kvmosaic("rm", "book/a.md", "ferry.md").exit_code == 0
     pinned = kvmosaic("add", str(handbook / "a.md"), "--pin")
-    assert pinned.exit_code == 1 and "leave pinned out" in pinned.stderr
+    assert pinned.exit_code == 0, pinned.output
+    assert server.http.get("/v1/documents/a.md").json()["pinned"]
+    assert kvmosaic("rm", "a.md").exit_code == 0
 
 
 def test_watched_folder_is_followed(server: ForkedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
