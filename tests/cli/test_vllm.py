@@ -133,7 +133,7 @@ def test_the_bound_of_the_document_pool_is_a_fraction_tokens_or_bytes(size: obje
 
 @pytest.mark.parametrize("size", ["1.5", "-1", "200%", "some", "", "0.5GiBs", True])
 def test_a_bound_that_is_none_is_refused_with_examples(size: object) -> None:
-    with pytest.raises(InvalidConfig, match="document_cache_size is .*such as 0.5, '100000 tokens'|at most 1"):
+    with pytest.raises(InvalidConfig, match=r"document_cache_size is .*(such as 0.5, '100000 tokens'|at most 1)"):
         document_cache({"document_cache_size": size}, {})
 
 

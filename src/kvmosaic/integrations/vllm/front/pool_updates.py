@@ -45,10 +45,10 @@ def _is_pinned(document: StoredDocument | None, label: str | None) -> bool:
 
 
 class PoolUpdates:
-    """Sends new priorities and pins of stored documents to every engine behind this API server.
+    """Sends new priorities and pins of stored documents to every engine of this API server.
 
     vLLM has no other way from an API server to a scheduler than a request, so it is one: of one token, whose
-    `kv_transfer_params` the connector reads. What an engine does not learn this way (it sleeps, or is behind another
+    `kv_transfer_params` the connector reads. What an engine does not learn this way (it sleeps, or is one of another
     API server with an external balancer), it learns with the next request that names the document.
     """
 

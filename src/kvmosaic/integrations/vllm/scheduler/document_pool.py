@@ -58,7 +58,7 @@ class PooledDocument:
 
 
 class DocumentPool:
-    """Orders the documents in vLLM's cache, up to a bound, behind everything else that vLLM could evict.
+    """Orders the documents in vLLM's cache, up to a bound, after everything else that vLLM could evict.
 
         free queue   │ empty, copies, prefixes │ document │ document │ … │ pinned document │
                        evicted first ─────────────── lowest rank first ──────────────▶ last
