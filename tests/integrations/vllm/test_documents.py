@@ -96,6 +96,27 @@ def test_an_uploaded_document_is_computed_once(server: ForkedServer) -> None:
     assert warmed["num_cached"] == 1, warmed
 
 
+def gauge(server: ForkedServer, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"kvmosaic:{name}{{"))
+
+
+def test_pins_of_stored_documents_reach_the_pool_of_the_engine(server: ForkedServer) -> None:
+    store(server, {"id": "first", "text": "The first is pinned when it is stored. " * 4, "pinned": True})
+    store(server, {"id": "second", "text": "The second is pinned when it is cached. " * 4, "priority": 0.9})
+    ask(server, {"id": "first"}, {"id": "second"})
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 1
+    assert server.http.post("/v1/documents/second:pin").json()["pinned"]
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 2 <= gauge(server, "pooled_documents")
+    server.http.post("/v1/documents/first:unpin").raise_for_status()
+    server.http.delete("/v1/documents/second").raise_for_status()
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 0
+    assert server.http.get("/v1/documents/first").json()["priority"] == 0.5
+
+
 def test_openais_client_stores_files(server: ForkedServer) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     made = client.files.create(file=("ferry.md", b"It goes to Oak Island."), purpose="user_data")

@@ -89,10 +89,10 @@ class PoolUpdates:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 reply = await ask(self._front.app, scope, "POST", "/v1/completions", body)
         except TimeoutError:
-            _log.info("an engine did not learn new pins and priorities: it does not answer")
+            _log.warning("an engine did not learn new pins and priorities: it does not answer")
             return
         if reply.status_code != 200:
-            _log.info("an engine did not learn new pins and priorities: %s", bytes(reply.body)[:500])
+            _log.warning("an engine did not learn new pins and priorities: %s", bytes(reply.body)[:500])
 
 
 def _claim(document: StoredDocument) -> dict[str, Any]:

@@ -139,6 +139,7 @@ class DocumentPool:
         document = self._documents.get(hashes[-1])
         if document is not None and not document.is_cached:
             self._remove(document)
+            self.num_evicted += 1
             document = None
         if document is None:
             blocks = self._store.find(hashes) if len(hashes) <= self.max_blocks else None
