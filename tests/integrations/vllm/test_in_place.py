@@ -84,6 +84,22 @@ def test_a_document_that_starts_inside_a_block_is_read_at_its_offset(reading, ow
     assert difference(answer, own_answer(own_engine("llama"), ask)) < CLOSE
 
 
+@pytest.mark.parametrize("length", [32, 33, 70])
+def test_requests_that_begin_alike_share_blocks_that_one_of_them_writes_in_the_same_step(reading, vllm_engine, length):
+    """vLLM gives the second the block of the question's first tokens, while the first still computes it."""
+    head, question, rest = documents(74, 20, length, 9)
+    asks = [
+        replace(compose(head, [A, B], [*question, *end]), max_tokens=5) for end in ([], [], rest, rest[:1], [7], rest)
+    ]
+    engine = reading()
+    for known in (False, True):
+        if not known:
+            engine.call("reset_prefix_cache")
+        for ask, answer in zip(asks, engine.generate(asks), strict=True):
+            assert answer.is_composed and difference(answer, vllm_engine("llama").ask(ask)) < CLOSE
+    at_rest(engine)
+
+
 def test_sixteen_requests_at_once_say_what_each_says_alone(reading, vllm_engine, own_engine):
     """They read the same documents at other positions, in the same steps."""
     alone, together = vllm_engine("llama"), reading(max_num_seqs=16)

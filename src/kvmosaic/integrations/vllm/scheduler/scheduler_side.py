@@ -472,7 +472,10 @@ class SchedulerSide:
             assert composed.in_place is not None
             own = tuple(self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP])
             held = [composed.sightings[index].blocks for index in range(composed.in_place.num_read)]
-            done.in_place.append(composed.in_place.request(own, held, self._block_size))
+            num_computed = composed.request.num_computed_tokens
+            num_scheduled = scheduled.num_scheduled_tokens[request_id]
+            request = composed.in_place.request(own, held, self._block_size, num_computed, num_scheduled)
+            done.in_place.append(request)
 
 
 def _update_of(request: Any) -> object:

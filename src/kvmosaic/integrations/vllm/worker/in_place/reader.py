@@ -88,7 +88,7 @@ class DocumentReader:
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
         if slots is None or positions is None:
             return None
-        rows = rows_of(self._requests, slots[: len(positions)], positions, self._places.block_size)
+        rows = rows_of(self._requests, slots[: len(positions)], self._places.block_size)
         self._forget()
         self._step = step = InPlaceStep.of(rows, self._places.block_size)
         if step is None:
