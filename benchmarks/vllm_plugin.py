@@ -11,10 +11,12 @@ prompt is a system text of 64 tokens, 4 documents of 512 and a question of 32; d
     permuted    known ones, in an order that begins with one that never came first among them
     zipf        drawn from 32 by popularity: 3% of them take 60% of the requests; nothing is known at the start
     none        a prompt of 512 tokens without documents
+    shared      known ones that 8 requests read at once, each in another order; their answers have 65 tokens
 
 Asked one at a time, first tokens are measured; of several at once (`x 4`) the throughput. Counted are the tokens that
 went through the model, those of chunks that are computed for a prompt too. Times are medians and quartiles, of the wall
-and of the CPU time of the engine's process; ratios are of two engines in the same round. Results: results/vllm_plugin.*
+and of the CPU time of the engine's process; ratios are of two engines in the same round. At the end, each target is
+printed with what was reached. Results: results/vllm_plugin.*
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ import vllm
 import vllm.v1.worker.cpu_worker  # what the engines need is imported once, before they are forked
 from facts import RESULTS, save
 from vllm_plugin_engines import ENGINES, IN_PLACE, OWN, PLAIN, PLUGIN, Forked
-from vllm_plugin_works import Work, measure, workloads
+from vllm_plugin_works import DECODE, Work, measure, workloads
 
 from kvmosaic.bench.models import RANDOM_MODELS, model_folder
 from kvmosaic.bench.sizes import Sizes
@@ -74,6 +76,8 @@ def row(work: Work, names: Sequence[str]) -> dict[str, Any]:
             "first_seconds": [statistics.fmean(each.first_seconds) for each in taken],
             "seconds": [each.seconds for each in taken],
             "cpu_seconds": [each.cpu_seconds for each in taken],
+            "decode_seconds": [each.decode_seconds for each in taken],
+            "decode_cpu_seconds": [each.decode_cpu_seconds for each in taken],
             "requests_per_second": rate,
             "answer_tokens_per_second": rate * work.num_answer,
             "computed_tokens": sum(each.num_computed for each in taken),
@@ -129,18 +133,30 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
     return ["", f"## {title}", "", *("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))]
 
 
+TARGETS = (
+    ("permuted", PLAIN, PLUGIN, "first", 10.0, "permuted documents, copied"),
+    ("permuted", PLAIN, IN_PLACE, "first", 20.0, "permuted documents, read in place"),
+    ("repeated", PLAIN, PLUGIN, "first", 1.0, "documents in the same order, copied"),
+    ("repeated", PLAIN, IN_PLACE, "first", 1.0, "documents in the same order, read in place"),
+    ("none", PLAIN, PLUGIN, "", 0.99, "no documents, plugin that copies"),
+    ("none", PLAIN, IN_PLACE, "", 0.99, "no documents, plugin that reads in place"),
+    (DECODE, PLUGIN, IN_PLACE, "decode", 1.0, "8 requests over shared documents, decoding in place against copies"),
+)
+"""Documents, slower engine, faster engine, what is timed, how many times as fast it has to be at least, in words."""
+
+
 def verdicts(report: Mapping[str, Any]) -> Iterator[str]:
-    """The two targets, and what was reached."""
-    for engine, target in ((PLUGIN, 10), (IN_PLACE, 20)):
-        works = {one["name"]: one for one in report["works"] if {PLAIN, engine} <= one["engines"].keys()}
-        if "permuted" in works:
-            figures = ("first_seconds", "cpu_seconds")
-            wall, cpu = (statistics.median(paired(works["permuted"], PLAIN, engine, figure)) for figure in figures)
-            yield f"- {engine}: permuted documents {wall:.1f}x, CPU time {cpu:.1f}x (vLLM / it; target: {target})"
-        if "none" in works:
-            figures = ("seconds", "cpu_seconds")
-            wall, cpu = (statistics.median(paired(works["none"], PLAIN, engine, figure)) for figure in figures)
-            yield f"- {engine}: no documents {wall:.3f}x, CPU time {cpu:.3f}x (vLLM / it; target: 0.99)"
+    """The targets, what was reached, and whether that is enough: CPU time decides, as others run on the machine."""
+    works = {one["name"]: one for one in report["works"]}
+    for documents, slow, fast, timed, target, words in TARGETS:
+        measured = works.get(documents)
+        if measured is None or not {slow, fast} <= measured["engines"].keys():
+            continue
+        wall_figure = f"{timed}_seconds" if timed else "seconds"
+        cpu_figure = "decode_cpu_seconds" if timed == "decode" else "cpu_seconds"
+        wall, cpu = (statistics.median(paired(measured, slow, fast, each)) for each in (wall_figure, cpu_figure))
+        verdict = "reached" if cpu >= target else "missed"
+        yield f"- {words}: {wall:.3g}x, CPU time {cpu:.3g}x; target {target:g}x: {verdict}"
 
 
 def main() -> None:

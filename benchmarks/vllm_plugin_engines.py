@@ -45,6 +45,9 @@ class Taken:
     """Until the first token of each."""
     num_computed: int
     """Tokens that went through the model before the first answered tokens: of prompts, and of chunks for them."""
+    decode_seconds: float = 0.0
+    """From when all have their first token to the last token of the last answer; 0: not measured."""
+    decode_cpu_seconds: float = 0.0
 
 
 class Engine(Protocol):
@@ -103,15 +106,25 @@ class VLLM:
         first: dict[str, float] = {}
         before = self._num_scheduled
         begin, cpu = time.monotonic(), time.process_time()
+        all_first: tuple[float, float] | None = None
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt.token_ids}, self._sampling(prompt, num_answer))
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.outputs and output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.monotonic() - begin)
-        seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
-        num_computed = self._num_scheduled - before - len(prompts) * (num_answer - 1)
-        return Taken(seconds, cpu, [first[str(number)] for number in range(len(prompts))], num_computed)
+            if all_first is None and len(first) == len(prompts):
+                all_first = time.monotonic(), time.process_time()
+        assert all_first is not None
+        end, cpu_end = time.monotonic(), time.process_time()
+        return Taken(
+            end - begin,
+            cpu_end - cpu,
+            [first[str(number)] for number in range(len(prompts))],
+            self._num_scheduled - before - len(prompts) * (num_answer - 1),
+            end - all_first[0],
+            cpu_end - all_first[1],
+        )
 
     def _sampling(self, prompt: Asked, num_answer: int) -> Any:
         extra: dict[str, Any] = {}

@@ -12,6 +12,8 @@ from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.workload import TokenSource
 
 NUM_CATALOGUE, NUM_ANSWER, NUM_AT_ONCE = 32, 16, 4
+NUM_READERS, NUM_DECODED = 8, 65
+DECODE = f"shared x {NUM_READERS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def workloads(sizes: Sizes, vocab_size: int, rounds: int, plain_rounds: int) -> 
                 yield Work(f"{name} x {at_once}", made, NUM_ANSWER)
             else:
                 yield Work(name, made, NUM_ANSWER if make is none else 1)
+    source = TokenSource(0, DECODE, vocab_size, sizes)
+    yield Work(DECODE, shared(source, source.system(), max(1, rounds // 2)), NUM_DECODED)
 
 
 def none(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:
@@ -99,6 +103,17 @@ def permuted(source: TokenSource, system: Sequence[int], rounds: int, at_once: i
             prompts.append(Asked(system, order, source.question()))
         made.append(Round(tuple(prompts), warm))
     return made
+
+
+def shared(source: TokenSource, system: Sequence[int], rounds: int) -> list[Round]:
+    """The same known documents for all, each in an order of its own: their long answers are decoded together."""
+    documents = source.documents()
+
+    def asked() -> Asked:
+        return Asked(system, source.random.sample(documents, len(documents)), source.question())
+
+    warm = (Asked(system, documents, source.question()),)
+    return [Round(tuple(asked() for _ in range(NUM_READERS)), () if number else warm) for number in range(rounds)]
 
 
 def drawn(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.document_cache import document_cache
 from kvmosaic.integrations.vllm.front import command
 from kvmosaic.integrations.vllm.front.command import serving
 from kvmosaic.integrations.vllm.requirement import is_composing_required
@@ -105,6 +106,46 @@ def test_how_documents_are_read_is_a_variable_of_every_process() -> None:
     assert shown("m", "--document-reads", "in-place")[0] == "KVMOSAIC_DOCUMENT_READS=in-place"
     with pytest.raises(InvalidConfig, match="choose 'copy' or 'in-place'"):
         serving(["m"], {"document_reads": "zero-copy"})
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks"),
+    [
+        (None, 50),
+        ("0", 0),
+        (0, 0),
+        ("none", 0),
+        (0.25, 25),
+        ("25%", 25),
+        (1, 100),
+        ("320 tokens", 20),
+        ("1KiB", 2),
+        (2048, 4),
+        ("1TiB", 100),
+    ],
+)
+def test_the_bound_of_the_document_pool_is_a_fraction_tokens_or_bytes(size: object, blocks: int) -> None:
+    extra = {} if size is None else {"document_cache_size": size}
+    config = document_cache(extra, {})
+    assert config.max_blocks(num_blocks=100, block_size=16, block_bytes=512) == blocks
+    assert config.policy.name == "priority"
+
+
+@pytest.mark.parametrize("size", ["1.5", "-1", "200%", "some", "", "0.5GiBs", True])
+def test_a_bound_that_is_none_is_refused_with_examples(size: object) -> None:
+    with pytest.raises(InvalidConfig, match=r"document_cache_size is .*(such as 0.5, '100000 tokens'|at most 1)"):
+        document_cache({"document_cache_size": size}, {})
+
+
+def test_the_document_pool_is_set_by_flags() -> None:
+    assert shown("m", "--document-cache-size", "0.3", "--document-eviction", "lru")[:2] == [
+        "KVMOSAIC_DOCUMENT_CACHE_SIZE=0.3", "KVMOSAIC_DOCUMENT_EVICTION=lru",
+    ]  # fmt: skip
+    with pytest.raises(InvalidConfig, match="'fifo'; choose 'lru'"):
+        serving(["m"], {"document_eviction": "fifo"})
+    environ = {"KVMOSAIC_DOCUMENT_CACHE_SIZE": "0.3", "KVMOSAIC_DOCUMENT_EVICTION": "lfu"}
+    assert document_cache({"document_cache_size": "0.1"}, environ).fraction == 0.1, "the connector's own comes first"
+    assert document_cache({}, environ).policy.name == "lfu"
 
 
 def test_variables_that_cannot_be_are_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:

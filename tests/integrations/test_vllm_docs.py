@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvmosaic.integrations.vllm import document_reads, requirement
+from kvmosaic.integrations.vllm import document_cache, document_reads, requirement
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.front import settings
 from kvmosaic.integrations.vllm.front.command import MIDDLEWARE, serving
@@ -40,7 +40,8 @@ def test_every_metric_is_named_and_no_other() -> None:
 
 
 def test_every_variable_of_the_front_is_named_and_no_other() -> None:
-    read = {*settings.TEXTS, *settings.NUMBERS, *settings.FIELDS, requirement.SETTING, document_reads.SETTING}
+    shared = {requirement.SETTING, document_reads.SETTING, *document_cache.SETTINGS}
+    read = {*settings.TEXTS, *settings.NUMBERS, *settings.FIELDS, *shared}
     named = {name.removeprefix(settings.PREFIX).lower() for name in first_column(section("Requests")) if name.isupper()}
     assert named == read
 

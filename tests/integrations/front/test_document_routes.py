@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,6 +32,7 @@ def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None
     for document in (whole, {"id": "ferry"}):
         assert client.post(CHAT, json={"messages": MESSAGES, "documents": [document]}).status_code == 200
         bodies.append(app.body)
+    assert bodies[1]["kv_transfer_params"]["kvmosaic"].pop("labels") == ["ferry [stored 1]"]
     assert bodies[0] == bodies[1]
     read = client.get("/v1/documents/ferry").json()
     assert (read["text"], read["hits"], read["version"]) == ("It goes to Oak Island.", 1, 1)
@@ -104,7 +106,9 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
         ("PUT", "/v1/documents/..%2f..%2fetc", b'{"text": "x"}', 400),
         ("PUT", "/v1/documents/a:warm", b'{"text": "x"}', 405),
         ("PATCH", "/v1/documents/a", b"{}", 400),
-        ("PATCH", "/v1/documents/a", b'{"priority": 0.9}', 400),
+        ("PATCH", "/v1/documents/a", b'{"priority": 1.9}', 400),
+        ("POST", "/v1/documents/a:sleep", b"", 404),
+        ("GET", "/v1/documents/a:pin", b"", 405),
         ("PATCH", "/v1/documents", b"{}", 405),
         ("POST", "/v1/documents/a", b"{}", 405),
         ("PUT", "/v1/documents:batch", b"{}", 405),
@@ -176,3 +180,56 @@ def test_texts_are_sent_as_they_are(client: Any) -> None:
     text = 'ü☃ "quoted" \\ back \u2028'
     client.put("/v1/documents/a", json={"text": text})
     assert json.loads(client.get("/v1/documents/a").content)["text"] == text.strip()
+
+
+def updates(app: App) -> list[Any]:
+    """Updates of document pools that reached vLLM, and are forgotten by this."""
+    bodies, app.bodies = [json.loads(body) for body in app.bodies], []
+    return [body["kv_transfer_params"]["kvmosaic"]["update"] for body in bodies if body["prompt"] == [0]]
+
+
+def test_pins_and_priorities_reach_the_engine_at_once_and_with_every_request(app: App, client: Any) -> None:
+    client.put("/v1/documents/ferry", json={"text": "It goes to Oak Island."})
+    assert updates(app) == []
+    pinned = client.post("/v1/documents/ferry:pin")
+    assert (pinned.status_code, pinned.json()["pinned"]) == (200, True)
+    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.5, "pinned": True}}]
+    assert client.patch("/v1/documents/ferry", json={"priority": 0.9}).json()["priority"] == 0.9
+    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.9, "pinned": True}}]
+    inline = {"id": "mill", "text": "It is red.", "priority": 0.2}
+    client.post(CHAT, json={"messages": MESSAGES, "documents": [inline, {"id": "ferry"}]})
+    said = app.body["kv_transfer_params"]["kvmosaic"]
+    assert (said["ids"], said["labels"]) == (["mill", "ferry"], [None, "ferry [stored 1]"])
+    assert (said["pins"], said["priorities"]) == ([0, 1], [0.2, 0.9])
+    same_id = {"id": "ferry", "text": "Another text under the same id."}
+    client.post(CHAT, json={"messages": MESSAGES, "documents": [same_id]})
+    assert not {"labels", "pins"} & app.body["kv_transfer_params"]["kvmosaic"].keys()
+    app.bodies.clear()
+    client.put("/v1/documents/ferry", json={"text": "It stays."})
+    (update,) = updates(app)
+    assert update.pop("ferry [stored 1]") == {"pinned": False}, "it can still be read by its version"
+    ((label, claim),) = update.items()
+    assert claim == {"priority": 0.9, "pinned": True}
+    client.delete("/v1/documents/ferry")
+    assert updates(app)[0][label] is None
+    client.put("/v1/documents/mill", json={"text": "It is red."})
+    client.delete("/v1/documents/mill")
+    assert updates(app) == [], "it was never pinned"
+
+
+def test_every_engine_of_an_api_server_learns_a_pin(app: App, client: Any) -> None:
+    app.app.state.vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=3), kv_transfer_config=None
+    )
+    client.put("/v1/documents/ferry", json={"text": "It goes to Oak Island.", "pinned": True})
+    assert sorted(app.ranks) == ["0", "1", "2"]
+    app.app.state.vllm_config.parallel_config.data_parallel_external_lb = True
+    client.post("/v1/documents/ferry:unpin")
+    assert app.ranks[3:] == [None]
+
+
+def test_a_pin_is_stored_where_no_engine_answers(app: App, client: Any) -> None:
+    client.put("/v1/documents/ferry", json={"text": "It goes to Oak Island."})
+    app.refusal = "asleep"
+    assert client.post("/v1/documents/ferry:pin").json()["pinned"]
+    assert client.get("/v1/documents/ferry").json()["pinned"]

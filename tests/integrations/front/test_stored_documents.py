@@ -25,7 +25,6 @@ from kvmosaic.errors import (
 from kvmosaic.integrations.vllm.front.documents import open_documents
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
-from kvmosaic.integrations.vllm.front.writer import check_evictable
 from kvmosaic.prompt import Document
 
 
@@ -80,7 +79,6 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 def draft(text: str = "A text.", **fields: Any) -> DocumentDraft:
     new = read_body(NewDocument, {"text": text, "ttl_seconds": 60, **fields})
-    check_evictable(new)
     return new.draft(DocumentStore())
 
 
@@ -176,8 +174,8 @@ def test_no_more_is_stored_than_allowed(make: Make) -> None:
         {"metadata": {"": "x"}},
         {"metadata": {str(number): "x" for number in range(17)}},
         {"metadata": {"a": "\ud800"}},
-        {"pinned": True},
-        {"priority": 0.3},
+        {"pinned": "yes"},
+        {"priority": 1.3},
         {"txt": "x"},
     ],
 )

@@ -30,22 +30,27 @@ def lines_of(*documents: Any) -> bytes:
     return b"\n".join(json.dumps(document).encode() for document in documents)
 
 
+def update_of(body: bytes) -> Any:
+    return json.loads(body)["kv_transfer_params"]["kvmosaic"]["update"]
+
+
 def test_lines_become_documents_that_chats_name(app: App, client: Any) -> None:
     body = lines_of({"id": "ferry", "text": "It goes to Oak Island."}, {"id": "pin", "text": "x", "pinned": True}, 3)
     summary = client.post(BATCH, content=body + b'\n{"text": "\\ud83d"}', headers=JSONL).json()
     assert [(each["line"], each["status"]) for each in summary["data"]] == [
         (1, "stored"),
-        (2, "refused"),
+        (2, "stored"),
         (3, "refused"),
         (4, "refused"),
     ]
-    assert "leave pinned out" in summary["data"][1]["error"]["message"]
-    assert summary["object"] == "documents.uploaded" and summary["num_refused"] == 3
+    (update,) = (update_of(each) for each in app.bodies)
+    assert update == {"pin [stored 2]": {"priority": 0.5, "pinned": True}}
+    assert summary["object"] == "documents.uploaded" and summary["num_refused"] == 2
     again = client.post(BATCH, content=lines_of({"id": "ferry", "text": "It goes home."}), headers=JSONL).json()
     assert (again["num_replaced"], again["data"][0]["version"]) == (1, 2)
     asked = {"messages": MESSAGES, "documents": [{"id": "ferry"}]}
     assert client.post(CHAT, json=asked).status_code == 200
-    assert len(app.bodies) == 1
+    assert len(app.bodies) == 2
 
 
 def test_files_become_documents_and_the_store_has_its_limit(client: Any) -> None:

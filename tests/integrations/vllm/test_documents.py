@@ -96,6 +96,27 @@ def test_an_uploaded_document_is_computed_once(server: ForkedServer) -> None:
     assert warmed["num_cached"] == 1, warmed
 
 
+def gauge(server: ForkedServer, name: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"kvmosaic:{name}{{"))
+
+
+def test_pins_of_stored_documents_reach_the_pool_of_the_engine(server: ForkedServer) -> None:
+    store(server, {"id": "first", "text": "The first is pinned when it is stored. " * 4, "pinned": True})
+    store(server, {"id": "second", "text": "The second is pinned when it is cached. " * 4, "priority": 0.9})
+    ask(server, {"id": "first"}, {"id": "second"})
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 1
+    assert server.http.post("/v1/documents/second:pin").json()["pinned"]
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 2 <= gauge(server, "pooled_documents")
+    server.http.post("/v1/documents/first:unpin").raise_for_status()
+    server.http.delete("/v1/documents/second").raise_for_status()
+    ask(server, "Any other.")
+    assert gauge(server, "pinned_documents") == 0
+    assert server.http.get("/v1/documents/first").json()["priority"] == 0.5
+
+
 def test_openais_client_stores_files(server: ForkedServer) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     made = client.files.create(file=("ferry.md", b"It goes to Oak Island."), purpose="user_data")
@@ -149,7 +170,9 @@ def test_commands_of_documents_work_as_with_our_own_server(
     assert kvmosaic("show", "book/a.md", "--version", "1").stdout == "Page a.md.\n"
     assert kvmosaic("rm", "book/a.md", "ferry.md").exit_code == 0
     pinned = kvmosaic("add", str(handbook / "a.md"), "--pin")
-    assert pinned.exit_code == 1 and "leave pinned out" in pinned.stderr
+    assert pinned.exit_code == 0, pinned.output
+    assert server.http.get("/v1/documents/a.md").json()["pinned"]
+    assert kvmosaic("rm", "a.md").exit_code == 0
 
 
 def test_watched_folder_is_followed(server: ForkedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.vllm.asking import compose, difference, documents
-from support.vllm.in_place import found_by_check, held_by, reads, watch_reads
+from support.vllm.in_place import found_by_check, held_by, reads, starts, watch_reads
 from support.vllm.own import own_answer
 
 CLOSE = 1e-4
@@ -69,6 +69,62 @@ def test_parts_of_a_document_are_one_after_the_other(reading, vllm_engine):
     assert difference(vllm_engine("llama").ask(ask), reading().ask(ask)) < CLOSE
 
 
+@pytest.mark.parametrize("system", [1, 31, 32, 33, 50])
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_a_document_that_starts_inside_a_block_is_read_at_its_offset(reading, own_engine, system, strategy):
+    """Its first block holds the end of the system text as well; nothing of the document is copied."""
+    head, one, two, question = documents(72, system, 33, 70, 9)
+    ask = compose(head, [two, one], question, position_strategy=strategy)
+    engine = reading()
+    engine.call(reads)
+    answer = engine.ask(ask)
+    assert answer.is_composed, answer.report
+    assert engine.call(starts)[0] == [system % 32] * 2
+    assert engine.call(reads)[0] == [70, 33]
+    assert difference(answer, own_answer(own_engine("llama"), ask)) < CLOSE
+
+
+@pytest.mark.parametrize("length", [32, 33, 70])
+def test_requests_that_begin_alike_share_blocks_that_one_of_them_writes_in_the_same_step(reading, vllm_engine, length):
+    """vLLM gives the second the block of the question's first tokens, while the first still computes it."""
+    head, question, rest = documents(74, 20, length, 9)
+    asks = [
+        replace(compose(head, [A, B], [*question, *end]), max_tokens=5) for end in ([], [], rest, rest[:1], [7], rest)
+    ]
+    engine = reading()
+    for known in (False, True):
+        if not known:
+            engine.call("reset_prefix_cache")
+        for ask, answer in zip(asks, engine.generate(asks), strict=True):
+            assert answer.is_composed and difference(answer, vllm_engine("llama").ask(ask)) < CLOSE
+    at_rest(engine)
+
+
+def test_sixteen_requests_at_once_say_what_each_says_alone(reading, vllm_engine, own_engine):
+    """They read the same documents at other positions, in the same steps."""
+    alone, together = vllm_engine("llama"), reading(max_num_seqs=16)
+    draw = random.Random(11)
+    asks = [
+        replace(
+            compose(
+                SYSTEM,
+                draw.sample([A, B, C], 3),
+                [*QUESTION, number],
+                position_strategy=draw.choice(["sequential", "shared"]),
+            ),
+            max_tokens=6,
+        )
+        for number in range(16)
+    ]
+    answers = together.generate(asks)
+    assert max(map(len, together.call(reads))) == 3
+    for ask, answer in zip(asks, answers, strict=True):
+        assert answer.is_composed, answer.report
+        assert difference(answer, alone.ask(ask)) < CLOSE
+    assert difference(answers[0], own_answer(own_engine("llama"), asks[0])) < CLOSE
+    at_rest(together)
+
+
 def crowd(seed, count):
     """Composed prompts over a few documents, some ordinary ones."""
     draw = random.Random(seed)
@@ -113,6 +169,29 @@ def test_a_crowd_with_cancels_says_what_each_says_alone(reading, vllm_engine, op
             if answer is not None:
                 expected = alone.ask(ask if ask.composition and answer.is_composed else ask.plain)
                 assert len(answer.tokens) == len(expected.tokens) and difference(answer, expected) < CLOSE
+
+
+def test_aborts_at_every_moment_leave_nothing_pinned(reading, vllm_engine):
+    engine = reading(num_gpu_blocks_override=400)
+    for moment in range(8):
+        engine.call("reset_prefix_cache")
+        asks = [replace(ask, max_tokens=20) for ask in crowd(30 + moment, 6)]
+        assert engine.play(asks, [0] * 6, [moment] * 6) == [None] * 6
+        at_rest(engine)
+    ask = crowd(40, 1)[0]
+    assert difference(engine.ask(ask), vllm_engine("llama").ask(ask)) < CLOSE
+
+
+def test_documents_longer_than_a_step_are_computed_in_parts_and_read_whole(reading, own_engine):
+    """Chunked prefill: 64 tokens a step, of documents and of the question that reads them."""
+    system, long, longer, question = documents(73, 100, 150, 233, 90)
+    cut = reading(max_num_batched_tokens=64)
+    for strategy in ("sequential", "shared"):
+        ask = compose(system, [longer, long], question, position_strategy=strategy)
+        answer = cut.ask(ask)
+        assert answer.is_composed, answer.report
+        assert difference(answer, own_answer(own_engine("llama"), ask)) < CLOSE
+    at_rest(cut)
 
 
 def test_preempted_answers_find_their_documents_again(reading, vllm_engine):

@@ -38,6 +38,9 @@ def test_every_request_is_counted_where_prometheus_looks(engine):
     assert after["kvmosaic:chunk_misses_total"] == after["kvmosaic:chunk_hits_total"] == 2
     assert after["kvmosaic:chunk_prompts_total"] == 2
     assert after["kvmosaic:chunk_prompts_running"] == 0
+    assert after["kvmosaic:pooled_documents"] == 2 and after["kvmosaic:pinned_documents"] == 0
+    assert after["kvmosaic:pooled_blocks"] == 1 + 3 + 4, "the full block of the system text once"
+    assert after["kvmosaic:document_evictions_total"] == 0
     assert after["kvmosaic:chunk_tokens_total[computed]"] == 70 + 90
     assert after["kvmosaic:chunk_tokens_total[reused]"] == 90
     assert after["kvmosaic:chunk_tokens_total[moved]"] == 70

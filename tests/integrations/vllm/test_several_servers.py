@@ -74,3 +74,11 @@ def test_texts_and_responses_have_it_too(server):
         assert len(told[-1]["kvmosaic"]["documents"]) == 2
         asked = {"input": "Where does it go?", "documents": documents, "max_output_tokens": 6}
         assert ask(server, "/v1/responses", **asked).json()["kvmosaic"]["totals"]["prompt_tokens"] > 20
+
+
+def test_a_pin_reaches_both_engines_from_any_api_server(server):
+    with server.client() as client:
+        client.put("/v1/documents/ferry", json={"text": TEXTS[1]}).raise_for_status()
+        pinned = client.post("/v1/documents/ferry:pin")
+        assert pinned.status_code == 200 and pinned.json()["pinned"], pinned.text
+    assert "did not learn" not in server.output()

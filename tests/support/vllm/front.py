@@ -56,6 +56,8 @@ class App:
         has_own_chunks: bool = False,
     ) -> None:
         self.bodies: list[bytes] = []
+        self.ranks: list[str | None] = []
+        """The data parallel rank that each of them asked for."""
         self.report = report
         self._has_own_chunks = has_own_chunks
         """Whether the last chunk of each choice has the report, as from vLLM 0.33 on."""
@@ -97,6 +99,7 @@ class App:
         if not _is_allowed(request):
             return _refused()
         self.bodies.append(await request.body())
+        self.ranks.append(request.headers.get("x-data-parallel-rank"))
         body = json.loads(self.bodies[-1])
         if self.refusal:
             return JSONResponse({"error": {"message": self.refusal}}, 400)

@@ -22,6 +22,7 @@ def watch_reads(engine: Any) -> None:
         done = operations(scheduled)
         if done.in_place:
             engine.last_reads = [[read.num_tokens for read in request.reads] for request in done.in_place]
+            engine.last_starts = [[read.start for read in request.reads] for request in done.in_place]
         return done
 
     side.operations = watched
@@ -31,6 +32,11 @@ def reads(engine: Any) -> list[list[int]]:
     """Tokens of the documents that each request of the last step read in place; forgotten by this."""
     found, engine.last_reads = engine.last_reads, []
     return list(found)
+
+
+def starts(engine: Any) -> list[list[int]]:
+    """In which slot of its first block each of them begins."""
+    return list(engine.last_starts)
 
 
 def held_by(engine: Any, asks: Sequence[Ask]) -> int:

@@ -58,6 +58,18 @@ class DocumentOptions:
             help="copy (default): each request gets copies of its documents. in-place: all read the same ones.",
         ),
     ] = None
+    document_cache_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="How much of vLLM's KV cache documents may fill before others are evicted first: 0.5 (default), "
+            "'100000 tokens', 4GiB, or 0.",
+        ),
+    ] = None
+    document_eviction: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which document is evicted first: priority (default), lru, lfu or gdsf."),
+    ] = None
     documents_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -193,6 +194,11 @@ class ComposingConnector(KVConnectorBase_V1, SupportsHMA):
         told = connector_output.kv_connector_worker_meta
         if self._kv_cache.tiering is not None and isinstance(told, StepReports):
             self._kv_cache.tiering.on_reports(told.reports)
+
+    def take_events(self) -> Iterable[Any]:
+        """No events of our own. vLLM asks after every step, when the blocks of finished requests are free."""
+        self._kv_cache.step_complete()
+        return ()
 
     def reset_cache(self) -> bool:
         """Handles a reset of the prefix cache; tier entries stay usable if the weights prove to be the same."""

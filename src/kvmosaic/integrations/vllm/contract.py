@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
+from kvmosaic.eviction import check_priority
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.layout.strategies import AUTO, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
@@ -18,11 +19,17 @@ FIELDS = ("position_strategy", "chunk_context", "repair")
 """Fields of a body that say how its documents are composed."""
 FIELD = "kvmosaic"
 """The key inside `kv_transfer_params`, of requests and of answers."""
+UPDATE = "update"
+"""Inside that key, of requests that the front makes itself: priorities and pins of stored documents, by label."""
+DEFAULT_PRIORITY = 0.5
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
 MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
+
+_LISTS = ("ids", "texts", "continues", "labels", "pins", "priorities")
+"""Fields of a composition that are empty, or have an entry for each chunk."""
 
 Saw = Literal["system", "none"]
 """What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
@@ -56,6 +63,12 @@ class Composition:
     continues: tuple[int, ...] = ()
     """Whether each chunk is a later part of the document before it, 0 or 1; empty: none is. In shared positions, the
     parts of one document are one after the other."""
+    labels: tuple[str | None, ...] = ()
+    """Labels of the stored documents among the chunks, by which the document pool knows them; empty, or one each."""
+    pins: tuple[int, ...] = ()
+    """Whether each chunk is of a pinned document, 0 or 1; empty: none is."""
+    priorities: tuple[float | None, ...] = ()
+    """Eviction priority of each chunk, 0 to 1; None: not said; empty: none is."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
@@ -73,7 +86,12 @@ class Composition:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if any(part not in (0, 1) for part in self.continues) or any(self.continues[:1]):
             raise InvalidConfig("continues holds 0 or 1 for each chunk, and 0 for the first, which has none before it")
-        for name, number in (("ids", len(self.ids)), ("texts", len(self.texts)), ("continues", len(self.continues))):
+        if any(pin not in (0, 1) for pin in self.pins):
+            raise InvalidConfig("pins holds 0 or 1 for each chunk")
+        for priority in self.priorities:
+            check_priority(DEFAULT_PRIORITY if priority is None else priority, "a chunk")
+        for name in _LISTS:
+            number = len(getattr(self, name))
             if number not in (0, len(self.chunks)):
                 raise InvalidConfig(f"{number} {name} for {len(self.chunks)} chunks; give one each, or none")
         num_between = sum(map(bool, self.texts[1:]))
@@ -118,8 +136,11 @@ class Composition:
             params["ids"] = list(self.ids)
         if any(self.texts):
             params["texts"] = list(self.texts)
-        if any(self.continues):
-            params["continues"] = list(self.continues)
+        for name in ("continues", "labels", "pins"):
+            if any(getattr(self, name)):
+                params[name] = list(getattr(self, name))
+        if any(priority is not None for priority in self.priorities):
+            params["priorities"] = list(self.priorities)
         return {FIELD: params}
 
     @classmethod
@@ -147,7 +168,7 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", "position_strategy", "chunk_context", "repair", "ids", "texts", "continues"}
+        known = {"system", "chunks", *FIELDS, *_LISTS}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
@@ -163,6 +184,11 @@ class Composition:
             leaves_repair_open=repair is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
             continues=tuple(_number("continues", each) for each in _listed("continues", fields.get("continues", ()))),
+            labels=tuple(
+                None if name is None else str(name)[:512] for name in _listed("labels", fields.get("labels", ()))
+            ),
+            pins=tuple(_number("pins", each) for each in _listed("pins", fields.get("pins", ()))),
+            priorities=tuple(_listed("priorities", fields.get("priorities", ()))),
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(
@@ -244,6 +270,7 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
     first = prompt.segments[0]
     names = tuple(chunk.name for chunk in chunks)
     continues = tuple(int(chunk.document_offset > 0) for chunk in chunks)
+    priorities = tuple(chunk.priority for chunk in chunks)
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
@@ -254,6 +281,7 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
         leaves_repair_open=how.repair is None,
         texts=_texts(prompt),
         continues=continues if any(continues) else (),
+        priorities=priorities if any(priority is not None for priority in priorities) else (),
     )
     return EncodedRequest(token_ids, composition)
 

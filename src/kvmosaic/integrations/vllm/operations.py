@@ -73,10 +73,14 @@ class InPlaceRequest:
     """
 
     blocks: tuple[int, ...]
-    """Blocks of its own tokens."""
+    """Blocks of its own tokens. Requests that begin alike share the first ones, also while one of them writes these."""
     shifts: tuple[tuple[int, int], ...]
     """(index, shift), ascending: from this own token on, a position is its index plus `shift`; before: its index."""
     reads: tuple[DocumentRead, ...]
+    num_computed: int = 0
+    """Own tokens before this step."""
+    num_scheduled: int = 0
+    """Own tokens that this step computes."""
 
 
 @dataclass(frozen=True, slots=True)

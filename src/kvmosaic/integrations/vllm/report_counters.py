@@ -43,11 +43,23 @@ MOVED_TOKENS = _family(
     "moved_tokens", "counter", "Tokens copied into the blocks of requests, at the same position or at another."
 )
 MOVE_SECONDS = _family("move_seconds", "counter", "Time that the workers took to copy them, of all workers together.")
+POOLED = {
+    name: _family(name, "gauge", meaning)
+    for name, meaning in (
+        ("pooled_documents", "Documents that the document pool has vLLM evict last."),
+        ("pooled_blocks", "Blocks of these, shared ones once."),
+        ("pinned_documents", "The ones of these that are pinned."),
+    )
+}
+POOL_EVICTIONS = _family(
+    "document_evictions", "counter", "Documents that left the pool: for its bound, or because requests needed room."
+)
 
 FAMILIES = (
     *(COMPOSED, BYPASSED, CHUNK_LOOKUPS, CHUNK_HITS, CHUNK_MISSES, CHUNK_TOKENS, CHUNK_WAITS),
     *(CHUNK_PROMPTS, CHUNK_PROMPTS_RUNNING, CHUNK_LOADS, CHUNK_LOADED_TOKENS),
     *(MOVED_TOKENS, MOVE_SECONDS, REPAIRED_TOKENS),
+    *(*POOLED.values(), POOL_EVICTIONS),
     *TIER_COUNTERS,
     *TIER_OUTCOMES,
 )
@@ -72,6 +84,7 @@ class ReportCounters:
         self._counts: Counts = {}
         self._reasons: set[str] = set()
         self._num_running = 0
+        self._pooled: tuple[int, ...] = (0,) * len(POOLED)
 
     def composed(self, report: ComposedReport) -> None:
         """Counts a composed request."""
@@ -106,6 +119,15 @@ class ReportCounters:
         if num_running != self._num_running:
             self._num_running = num_running
             self._counts[CHUNK_PROMPTS_RUNNING.name] = {"": num_running}
+
+    def pooled(self, num_documents: int, num_blocks: int, num_pinned: int, num_evicted: int) -> None:
+        """Records the content of the document pool, and how many documents left it since the last call."""
+        now = (num_documents, num_blocks, num_pinned)
+        for family, number, before in zip(POOLED.values(), now, self._pooled, strict=True):
+            if number != before:
+                self._counts[family.name] = {"": number}
+        self._pooled = now
+        self._add(POOL_EVICTIONS, num_evicted)
 
     def moved(self, num_tokens: int, seconds: float = 0.0) -> None:
         """Counts moved tokens and a worker's seconds; the scheduler counts tokens once, each worker its seconds."""

@@ -13,7 +13,8 @@ from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages, InvalidPrompt, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD
+from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.integrations.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document, Prompt, read_messages
@@ -90,6 +91,10 @@ class Renderer:
             return self.encoder.encode_documents(documents, options.system, chat=False, **how)
         variables = {**self.model.template_variables, **self.model.rendering()[1]}
         return self.encoder.encode_documents(documents, options.system, **how, **variables)
+
+    def with_stored_documents(self, composition: Composition) -> Composition:
+        """See `pool_updates`; stored documents are recognized by their names."""
+        return with_stored_documents(composition, self._store)
 
     def _conversation(self, body: Body, messages: Any, effort: Any) -> Prompt | None:
         fields, documents, finder = self._fields(body)

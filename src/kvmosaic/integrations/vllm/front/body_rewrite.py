@@ -135,7 +135,7 @@ def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: H
     ready = composed(prompt, default.updated(body), renderer.model.trained_positions)
     params = _given_params(body)
     if ready.composition is not None:
-        params |= ready.composition.to_params()
+        params |= renderer.with_stored_documents(ready.composition).to_params()
     token_ids = list(ready.token_ids)
     changed = {
         name: value for name, value in body.items() if name not in ("documents", "preamble", "find_documents", *FIELDS)

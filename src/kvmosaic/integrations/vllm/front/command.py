@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.integrations.vllm.document_cache import document_cache
 from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
 from kvmosaic.integrations.vllm.plugin import NAME
@@ -64,6 +65,7 @@ def serving(
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
     document_reads({**os.environ, **variables})
+    document_cache({}, {**os.environ, **variables})
     is_composing_required({}, {**os.environ, **variables})
     if not arguments:
         raise InvalidConfig("no model is given; write for example: kvmosaic vllm serve Qwen/Qwen3-0.6B")

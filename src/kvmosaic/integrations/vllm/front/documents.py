@@ -33,10 +33,11 @@ from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
 from kvmosaic.integrations.vllm.front.files import ROUTE as FILES
 from kvmosaic.integrations.vllm.front.files import answer_file
 from kvmosaic.integrations.vllm.front.internal_requests import ask, whole_body
+from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
 from kvmosaic.integrations.vllm.front.replies import check_method, json_reply
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.integrations.vllm.front.warming import WarmBody, Warming
-from kvmosaic.integrations.vllm.front.writer import FrontWriter, check_evictable, error_of
+from kvmosaic.integrations.vllm.front.writer import FrontWriter, error_of
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS, VERBS
 
 if TYPE_CHECKING:
@@ -78,7 +79,6 @@ def open_documents(settings: FrontSettings, clock: Callable[[], float] | None = 
         version_seconds=settings.document_version_seconds,
         limits=StoreLimits(settings.max_documents, settings.max_documents_bytes),
         clock=clock,
-        has_labels=False,
     )
 
 
@@ -129,8 +129,12 @@ class DocumentRoutes:
             async with self._uploading(scope, receive) as body:
                 return Response(await upload(body, writer), media_type="application/json")
         if path.startswith(FILES):
+            name = path.removeprefix(FILES).removeprefix("/")
+            was_pinned = request.method == "DELETE" and await writer.in_thread(_is_pinned, writer.store, name)
             async with self._uploading(scope, receive) as body:
-                return await answer_file(body, path.removeprefix(FILES).removeprefix("/"), writer)
+                reply = await answer_file(body, name, writer)
+            await self._update(request, None, was_pinned=was_pinned)
+            return reply
         return await self._answer_document(request, path.removeprefix(ROUTE).removeprefix("/"), writer)
 
     async def _answer_document(self, request: Request, name: str, writer: FrontWriter) -> Response:
@@ -138,37 +142,54 @@ class DocumentRoutes:
             return await self._answer_verb(request, found[1], found[2], writer)
         check_method(request.method, *(("GET", "PUT", "PATCH", "DELETE") if name else ("GET", "POST")))
         body = await self._body(request) if request.method in ("POST", "PUT", "PATCH") else {}
-        return await writer.in_thread(self._answered, request, name, body, writer)
+        was_pinned = request.method == "DELETE" and await writer.in_thread(_is_pinned, writer.store, name)
+        reply, changed = await writer.in_thread(self._answered, request, name, body, writer)
+        if request.method != "GET":
+            await self._update(request, changed, was_pinned=was_pinned)
+        return reply
+
+    async def _update(self, request: Request, changed: StoredDocument | None, *, was_pinned: bool = False) -> None:
+        """Sends what was changed to the engines, also if the client disconnects meanwhile."""
+        updates = PoolUpdates(self._front, request.scope)
+        await asyncio.shield(updates.send(() if changed is None else (changed,), was_pinned=was_pinned))
 
     async def _answer_verb(self, request: Request, name: str, verb: str, writer: FrontWriter) -> Response:
-        if verb != "warm":
-            raise ApiError(404, f"inside vLLM there is no {verb!r} of documents; vLLM's cache decides what stays")
+        if verb in ("sleep", "wake"):
+            raise ApiError(404, f"inside vLLM there is no {verb!r} of documents; sleep as a whole, with vLLM's /sleep")
         check_method(request.method, "POST")
+        if verb in ("pin", "unpin"):
+            document = await writer.in_thread(writer.store.set_pinned, TENANT, name, verb == "pin")
+            await self._update(request, document)
+            return _described(document)
         body = await writer.in_thread(read_body, WarmBody, await self._body(request))
         return await _unless_gone(request.receive, Warming(self._front, body, request.scope).run(name))
 
-    def _answered(self, request: Request, name: str, body: dict[str, Any], writer: FrontWriter) -> Response:
+    def _answered(
+        self, request: Request, name: str, body: dict[str, Any], writer: FrontWriter
+    ) -> tuple[Response, StoredDocument | None]:
+        """The reply, and the document if its pin or priority was set."""
         method, store = request.method, writer.store
         if method == "POST":
             new = read_body(NewDocument, body)
-            return _described(store.create(TENANT, writer.accepted(new, new.id), new.id), 201)
+            document = store.create(TENANT, writer.accepted(new, new.id), new.id)
+            return _described(document, 201), document if _has_claim(new, document) else None
         if not name:
-            return _listed(store, request)
+            return _listed(store, request), None
         header = request.headers.get("if-match")
         match = None if header is None else Match.from_header(header)
         if method == "PUT":
             new = read_body(NewDocument, body)
             new.check_id(name)
             document, is_new = store.put(TENANT, name, writer.accepted(new, name), match)
-            return _described(document, 201 if is_new else 200)
+            return _described(document, 201 if is_new else 200), document if _has_claim(new, document) else None
         if method == "PATCH":
-            change = read_body(DocumentChange, body)
-            check_evictable(change)
-            return _described(store.change(TENANT, name, change.values, match))
+            change = read_body(DocumentChange, body).values
+            document = store.change(TENANT, name, change, match)
+            return _described(document), document if "priority" in change else None
         if method == "DELETE":
             store.delete(TENANT, name, match)
-            return json_reply(DeletedDocument(id=name, object="document.deleted", deleted=True))
-        return _read(store, request, name)
+            return json_reply(DeletedDocument(id=name, object="document.deleted", deleted=True)), None
+        return _read(store, request, name), None
 
     async def _body(self, request: Request) -> dict[str, Any]:
         content = await whole_body(request.receive, self._front.settings.max_body_bytes, "; send less at once")
@@ -196,6 +217,14 @@ class DocumentRoutes:
             yield Request(scope, UploadBody(receive, most, "KVMOSAIC_MAX_DOCUMENTS_BYTES", PAUSE_SECONDS))
         finally:
             self._num_uploads -= 1
+
+
+def _has_claim(new: NewDocument, document: StoredDocument) -> bool:
+    return document.pinned or new.pinned is not None or new.priority is not None
+
+
+def _is_pinned(store: DocumentStore, name: str) -> bool:
+    return any(document.pinned for document in store.page(TENANT, limit=1, ids=[name]).documents)
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -110,7 +111,9 @@ class Warming:
                 document = store.get(TENANT, document).content
             prompt = renderer.warming([document], self._body).without_texts()
             how = self._front.settings.how.updated({"chunk_context": self._body.chunk_context})
-            return composed(prompt, how, renderer.model.trained_positions)
+            ready = composed(prompt, how, renderer.model.trained_positions)
+            assert ready.composition is not None  # it has a document
+            return replace(ready, composition=renderer.with_stored_documents(ready.composition))
         except KVMosaicError as error:
             raise api_error(error) from error
 

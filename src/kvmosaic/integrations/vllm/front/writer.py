@@ -10,12 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from kvmosaic.api.document_writer import DocumentWriter
-from kvmosaic.api.documents import DocumentChange, DocumentContent
 from kvmosaic.api.errors import ApiError, known_error
 from kvmosaic.api.length_check import check_length, most_chunk_tokens
 from kvmosaic.documents import DocumentDraft, StoredDocument
-from kvmosaic.errors import InvalidDocument, PromptTooLong
+from kvmosaic.errors import PromptTooLong
 from kvmosaic.extraction import extract_text
+from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
 from kvmosaic.integrations.vllm.front.settings import TENANT
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ class FrontWriter(DocumentWriter):
         """Returns the text of a file; prompts do not wait for it."""
         return await self._front.in_file_thread(extract_text, content, filename)
 
-    def accepted(self, body: DocumentContent, document_id: str | None) -> DocumentDraft:
-        """Returns the draft of a body, if a request of this server could read it.
-
-        Raises:
-            InvalidDocument: also a pin or a priority.
-        """
-        check_evictable(body)
-        return super().accepted(body, document_id)
-
     def check_length(self, draft: DocumentDraft, document_id: str | None) -> None:
         """Checks that a prompt of the served model can hold a document, all of its parts together.
 
@@ -74,7 +65,13 @@ class FrontWriter(DocumentWriter):
     async def update_cache(
         self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]
     ) -> Mapping[str, Mapping[str, int]]:
-        """Does nothing: vLLM evicts what is no longer read, and does not tell this process what it has cached."""
+        """Sends pins and priorities to vLLM's engines; what they have cached of a text is unknown in this process."""
+        claimed = [
+            document
+            for document, draft in changed
+            if document.pinned or draft.pinned is not None or draft.priority is not None
+        ]
+        await PoolUpdates(self._front, self._scope).send(claimed)
         return {}
 
     def error_of(self, error: Exception) -> ApiError:
@@ -90,17 +87,3 @@ def error_of(error: Exception) -> ApiError:
         return known
     _log.error("a request for documents failed", exc_info=error)
     return ApiError(500, "internal error", type="server_error", code="internal_error")
-
-
-def check_evictable(body: DocumentContent | DocumentChange) -> None:
-    """Refuses what only our own cache can do.
-
-    Raises:
-        InvalidDocument: a pin, or a priority.
-    """
-    pinned = (isinstance(body, DocumentContent) and body.pinned) or None
-    for name, value in (("pinned", pinned), ("priority", body.priority)):
-        if value is not None:
-            raise InvalidDocument(
-                f"{name} is {value!r:.80}; vLLM's cache alone decides what stays in it: leave {name} out"
-            )

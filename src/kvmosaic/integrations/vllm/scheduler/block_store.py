@@ -7,6 +7,8 @@ from typing import Any
 
 KV_GROUP = 0
 """Composing requires all layers in one KV cache group: see `trouble`."""
+HashedBlock = tuple[Any, Any]
+"""A block, and the hash under which it was cached: as long as it has that hash, its content is the same."""
 
 
 class BlockStore:
@@ -15,6 +17,9 @@ class BlockStore:
     A reference raises a block's ref count, as a request does. For moves it is acquired while a step is being scheduled
     and released when that step is complete: later steps write into the block only after this step's moves. What is read
     in place is pinned as long as its reader runs.
+
+    Of vLLM it uses the block pool's `get_cached_block`, `touch`, `free_blocks`, `evict_blocks`, `get_num_free_blocks`
+    and the fields of its blocks; of the free queue, `remove` and `prepend_n`, where it has them.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -31,6 +36,17 @@ class BlockStore:
     def table(self) -> object | None:
         """The hash table of cached blocks: a new object after a reset of the prefix cache; None if that is unknown."""
         return getattr(self._pool, "cached_block_hash_to_block", None)
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that vLLM can allocate, cached ones included."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def num_empty(self) -> int:
+        """Number of free blocks that are not cached, at least; 0 if that is unknown. vLLM allocates these first."""
+        table: Any = self.table
+        return max(self.num_free - len(table), 0) if hasattr(table, "__len__") else 0
 
     def find(self, hashes: Sequence[Any]) -> tuple[Any, ...] | None:
         """The cached blocks of these hashes; None if any is missing."""
@@ -56,6 +72,32 @@ class BlockStore:
     def forget_ids(self, block_ids: Iterable[int]) -> None:
         """The same by their ids."""
         self._pool.evict_blocks(set(block_ids))
+
+    def evict_last(self, blocks: Iterable[Any]) -> None:
+        """Moves free blocks to the tail of vLLM's free queue; the first of them is evicted first.
+
+        A touch takes a block out of the queue, and freeing a cached block appends it. No reference is left: the blocks
+        stay free, so vLLM allocates them before it would preempt a request, and can reset its prefix cache.
+        """
+        blocks = [block for block in blocks if not block.ref_cnt]
+        self._pool.touch(blocks)
+        self._pool.free_blocks(blocks)
+
+    def evict_first(self, blocks: Iterable[HashedBlock]) -> None:
+        """Moves free, cached blocks to the head of vLLM's free queue; the first of them is evicted first.
+
+        `free_blocks` appends whatever is cached, so the queue itself is asked. That is safe: the queue is nothing but
+        the order of eviction. A block in it has no reference and keeps its hash. vLLM removes the hash when it
+        allocates the block, wherever it was, and a hit takes it out of the queue, wherever it is. A vLLM whose queue
+        cannot prepend keeps its own order.
+        """
+        queue: Any = getattr(self._pool, "free_block_queue", None)
+        if not hasattr(queue, "prepend_n") or not hasattr(queue, "remove"):
+            return
+        free = [block for block, name in blocks if not block.ref_cnt and not block.is_null and block.block_hash == name]
+        for block in free:
+            queue.remove(block)
+        queue.prepend_n(free)
 
     def acquire(self, blocks: Iterable[Any]) -> None:
         """Raises the ref counts of blocks, so that they are not evicted until `release`."""

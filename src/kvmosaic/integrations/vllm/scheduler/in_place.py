@@ -91,13 +91,22 @@ class InPlacePlan:
             marks.append((first, ("read", names[piece.prompt], *run)))
         return marks
 
-    def request(self, own_blocks: tuple[int, ...], held: Sequence[Sequence[Any]], block_size: int) -> InPlaceRequest:
+    def request(
+        self,
+        own_blocks: tuple[int, ...],
+        held: Sequence[Sequence[Any]],
+        block_size: int,
+        num_computed: int,
+        num_scheduled: int,
+    ) -> InPlaceRequest:
         """The request of a step.
 
         Args:
             own_blocks: blocks of its own tokens.
             held: by piece, the blocks that hold it.
             block_size: tokens per block.
+            num_computed: own tokens before this step.
+            num_scheduled: own tokens that it computes.
         """
         reads = tuple(
             DocumentRead(
@@ -110,7 +119,7 @@ class InPlacePlan:
             )
             for first, piece, blocks in zip(self.first_readers, self.pieces, held, strict=False)
         )
-        return InPlaceRequest(own_blocks, self.shifts, reads)
+        return InPlaceRequest(own_blocks, self.shifts, reads, num_computed, num_scheduled)
 
 
 def _without_first(piece: PromptPiece, number: int) -> PromptPiece:

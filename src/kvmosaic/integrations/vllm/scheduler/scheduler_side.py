@@ -12,7 +12,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.request import RequestStatus
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, Composition, trained_positions
+from kvmosaic.integrations.vllm.contract import FIELD, UPDATE, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report import ComposedReport
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
@@ -27,6 +27,8 @@ from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
 )
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, report_of
+from kvmosaic.integrations.vllm.scheduler.document_pool import read_claims
+from kvmosaic.integrations.vllm.scheduler.eviction_order import EvictionOrder
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 from kvmosaic.integrations.vllm.scheduler.own_tokens import OwnTokensHasher, hide_documents, show_documents
 from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
@@ -96,13 +98,21 @@ class SchedulerSide:
         self.tally = ReportCounters()
         self._sender = ReportSender()
         self._store: BlockStore | None = None
+        self._order = EvictionOrder(config, kv_cache_config, scheduler)
 
     @property
     def store(self) -> BlockStore:
         """The scheduler's block pool; it is created after the connector."""
         if self._store is None:
             self._store = BlockStore(self._scheduler.kv_cache_manager.block_pool)
+            self._order.open(self._store)
         return self._store
+
+    @property
+    def order(self) -> EvictionOrder:
+        """The order in which vLLM evicts blocks."""
+        _ = self.store
+        return self._order
 
     @property
     def trouble(self) -> str:
@@ -136,6 +146,9 @@ class SchedulerSide:
     def on_request(self, request: Any) -> None:
         """Handles an added request; if it has segments, they are looked up, and missing ones are requested."""
         if request.request_id in self._chunks:
+            return
+        if update := _update_of(request):
+            self.order.update(read_claims(update))
             return
         try:
             composition = Composition.from_params(
@@ -175,12 +188,14 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """Handles a finished request; returns the fields for its answer."""
+        composed = self._requests.pop(request.request_id, None)
+        has_copies = composed is not None and composed.bypass is None and composed.in_place is None
+        self.order.on_finish(request.request_id, composed if has_copies else None)
         if request.request_id in self._chunks:
             self._chunk_finished(*self._chunks.finished(request))
             return None
         if (reason := self._invalid.pop(request.request_id, None)) is not None:
             return {FIELD: {"bypass": reason}}
-        composed = self._requests.pop(request.request_id, None)
         if composed is None:
             return None
         self._end_retry(composed)
@@ -287,6 +302,7 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Number of tokens after the first `num_local` that this step can move into its blocks; None: wait."""
+        self.order.before_alloc(request)
         if request.request_id in self._chunks:
             return self._chunks.match(request, num_local)
         composed = self._requests.get(request.request_id)
@@ -341,6 +357,7 @@ class SchedulerSide:
 
     def on_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Handles the block allocation of a request; the last `num_external` of its tokens are to be moved in."""
+        self.order.on_alloc(blocks)
         if num_external:
             self._moved[request.request_id] = num_external
         if request.request_id in self._chunks:
@@ -356,6 +373,7 @@ class SchedulerSide:
         self._tell(composed)
         if composed.bypass is not None:
             return
+        self.order.on_use(composed)
         if composed.in_place is not None:
             self._admit_in_place(composed, composed.in_place, own, num_external)
         elif num_external:
@@ -412,6 +430,10 @@ class SchedulerSide:
         _log.warning("kvmosaic: request %s is not composed: %s", composed.request.request_id, reason)
         self._give_up(composed, Bypass("not_taken", reason))
 
+    def step_complete(self) -> None:
+        """Handles the end of a step, when vLLM has freed the blocks of requests that finished in it."""
+        self.order.restore(self.tally)
+
     def operations(self, scheduled: Any) -> Operations:
         """The workers' operations for the step just scheduled; releases the held blocks after it."""
         done = Operations()
@@ -423,6 +445,7 @@ class SchedulerSide:
         self._admitted.clear()
         done.failed, self._failed = self._failed, []
         self._lookup.written.note(scheduled, self._lookup.step, self._moved)
+        self.order.on_step(scheduled)
         self._moved.clear()
         for request_id in scheduled.num_scheduled_tokens:
             composed = self._requests.get(request_id)
@@ -452,4 +475,14 @@ class SchedulerSide:
             assert composed.in_place is not None
             own = tuple(self._scheduler.kv_cache_manager.get_blocks(request_id).get_block_ids()[KV_GROUP])
             held = [composed.sightings[index].blocks for index in range(composed.in_place.num_read)]
-            done.in_place.append(composed.in_place.request(own, held, self._block_size))
+            num_computed = composed.request.num_computed_tokens
+            num_scheduled = scheduled.num_scheduled_tokens[request_id]
+            request = composed.in_place.request(own, held, self._block_size, num_computed, num_scheduled)
+            done.in_place.append(request)
+
+
+def _update_of(request: Any) -> object:
+    """What a request of the front says about stored documents; None if it says nothing."""
+    params = request.kv_transfer_params
+    fields = params.get(FIELD) if isinstance(params, Mapping) else None
+    return fields.get(UPDATE) if isinstance(fields, Mapping) else None

@@ -111,8 +111,7 @@ class DocumentReader:
         if slots is None or positions is None:
             return None
         # which rows read what is planned on the host: on a GPU, this waits for the device once per step
-        given = slots[: len(positions)].cpu(), positions.cpu()
-        rows = rows_of(self._requests, *given, self._places.block_size)
+        rows = rows_of(self._requests, slots[: len(positions)].cpu(), self._places.block_size)
         self._forget()
         self._step = step = self.step_of(rows)
         if step is None:

@@ -176,25 +176,27 @@ class _PagedPool(_Pool):
         return torch.tensor(self._table, dtype=torch.int32)
 
 
-def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, positions: Tensor, block_size: int) -> list[OwnRows]:
-    """Finds the rows of requests by the blocks that a forward writes; an own token's index is its position for vLLM.
+def rows_of(requests: Sequence[InPlaceRequest], slots: Tensor, block_size: int) -> list[OwnRows]:
+    """Finds the rows of requests by the slot of their first token; those of a request are adjacent.
+
+    A block alone does not tell whose row it is: a request that is scheduled in the same step as one that begins alike
+    has the block, too, that the other one writes.
 
     Args:
-        requests: requests of the step.
+        requests: requests of the step; of another forward than the step's, none is found.
         slots: [T] written slots, negative for padding; on the host.
-        positions: [T] positions as vLLM counts them; on the host.
         block_size: tokens per block.
     """
-    owners = {block: number for number, request in enumerate(requests) for block in request.blocks}
-    blocks = slots.div(block_size, rounding_mode="floor")
-    of_block = torch.full((max(int(blocks.max()), *owners) + 1,), -1)
-    of_block[torch.tensor(list(owners))] = torch.tensor(list(owners.values()))
-    number_of = torch.where(blocks < 0, -1, of_block[blocks.clamp(min=0)])
-    numbers, counts = torch.unique_consecutive(number_of, return_counts=True)
-    found, row = [], 0
-    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        if number >= 0:
-            found.append(OwnRows(requests[number], row, count, int(positions[row])))
-        row += count
-    assert len({id(own.request) for own in found}) == len(found), "rows of a request are adjacent"
+    rows = {slot: row for row, slot in enumerate(slots.tolist())}
+    found = []
+    for request in requests:
+        first, last = request.num_computed, request.num_computed + request.num_scheduled - 1
+        row = rows.get(_slot(request, first, block_size))
+        if row is not None:
+            assert rows.get(_slot(request, last, block_size)) == row + last - first, "rows of a request are adjacent"
+            found.append(OwnRows(request, row, request.num_scheduled, first))
     return found
+
+
+def _slot(request: InPlaceRequest, index: int, block_size: int) -> int:
+    return request.blocks[index // block_size] * block_size + index % block_size

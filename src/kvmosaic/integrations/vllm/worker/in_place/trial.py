@@ -94,7 +94,7 @@ def _fault_of_text(reader: DocumentReader, nested: ExtraForward) -> str:
     """Why a layer's attention over an ordinary text is not ours; empty: it is."""
     num_tokens = min(nested.block_size, nested.max_tokens, nested.max_length - 1)
     run = RepairedRun((1,), 0, trial_tokens(nested.model_config, num_tokens), 0)
-    with reader.comparing(InPlaceRequest((1,), (), ())) as errors:
+    with reader.comparing(InPlaceRequest((1,), (), (), num_scheduled=num_tokens)) as errors:
         nested.forward([run], compiled=False)
     limit = _LIMITS[nested.dtype]
     if not errors:
