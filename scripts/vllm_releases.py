@@ -3,8 +3,8 @@
     pip download --no-deps --only-binary :all: vllm==0.33.0
     python scripts/vllm_releases.py vllm-0.33.0-*.whl .venv-vllm/lib/python3.*/site-packages .venv-vllm/earlier
 
-Each argument is a wheel, or a folder with `vllm/` in it. A wheel for GPUs is read, not imported, so it needs none. A name
-of `kvmosaic.integrations.vllm.releases` that a release lacks is printed, and the exit code is 1.
+Each argument is a wheel, or a folder with `vllm/` in it. A wheel for GPUs is read, not imported, so it needs none. A
+name of `kvmosaic.integrations.vllm.releases` that a release lacks is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
