@@ -33,8 +33,8 @@ Written by `scripts/vllm_models.py` from the registry and the source of vLLM {vl
 transformers {transformers}; run it again instead of editing. What is decided here from the source is tested in every
 worker when vLLM starts: a model is composed only if its cache, its rotation and its attention pass that test
 ([what is exact](vllm.md#what-is-exact)). A model below can still be refused there, with the reason in the log. The
-tests of this project run Llama, Qwen 2 and 3, DeepSeek V2 (keys and values, and latent), Qwen2-VL, Qwen2.5-VL and Qwen3-VL;
-the other rows were not run.
+tests of this project run Llama, Qwen 2 and 3, DeepSeek V2 (keys and values, and latent), Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL; the other rows were not run.
 
 {num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not. Pooling models and
 draft models have no documents and are left out. A model that is not composed answers its prompts as vLLM does.
