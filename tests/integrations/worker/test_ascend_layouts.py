@@ -288,6 +288,8 @@ def method(source: Path, path: str, class_name: str, name: str, **names: Any) ->
 
 OF_DECODERS = {"attn_type": "decoder", "use_bnsd_kv_cache": False}
 """Attributes of an implementation; the second since 0.30."""
+OF_LATENT = {"pcp_enabled": False, "use_mla_rope": True, "support_fp8_attention": False}
+"""The same of a latent one; all since 0.30."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,7 +319,7 @@ def test_the_recorded_methods_are_those_of_vllm_ascend(source: Path) -> None:
     names = {"get_ascend_device_type": lambda: "A3", "AscendDeviceType": chips}
     prefill = method(source, "attention/mla_v1.py", "AscendMLAImpl", "exec_kv_prefill", **names)
     layer, cache = latent()
-    renamed(layer.impl, attributes={"exec_kv_prefill": prefill})
+    renamed(layer.impl, attributes={"exec_kv_prefill": prefill, **OF_LATENT})
     find_layout("layer", layer, cache)
 
 
