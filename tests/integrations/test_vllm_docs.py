@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -61,3 +62,12 @@ def test_the_borders_of_the_page_can_be_read() -> None:
     body = json.loads(block)
     composition = Composition.from_params(body["kv_transfer_params"], len(body["prompt"]))
     assert composition is not None and composition.end == 6
+
+
+def test_the_table_of_memory_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("vllm_memory", ROOT / "scripts" / "vllm_memory.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.HEADING in PAGE
+    assert script.with_table(PAGE) == PAGE, "run python scripts/vllm_memory.py"

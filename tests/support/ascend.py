@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class StandInTorchNpu:
-    """The two kernels of torch_npu that write caches."""
+    """The kernels of torch_npu that write caches."""
 
     @staticmethod
     def _npu_reshape_and_cache(
@@ -28,6 +28,23 @@ class StandInTorchNpu:
         assert key.is_contiguous() and value.is_contiguous()
         key_cache.view(-1, *key_cache.shape[2:])[slot_indices.long()] = key
         value_cache.view(-1, *value_cache.shape[2:])[slot_indices.long()] = value
+
+    @classmethod
+    def npu_scatter_pa_kv_cache(
+        cls,
+        *,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        cache_mode: str,
+    ) -> None:
+        """What vLLM-Ascend calls instead since 0.30."""
+        assert cache_mode == "Norm"
+        cls._npu_reshape_and_cache(
+            key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_indices=slot_mapping
+        )
 
     @staticmethod
     def npu_kv_rmsnorm_rope_cache(

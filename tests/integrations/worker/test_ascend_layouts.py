@@ -258,13 +258,23 @@ def test_repair_and_shared_positions_are_said_to_be_impossible_on_an_npu() -> No
         assert bool(extra_forward.can_run(config, groups)) == bool(said)
 
 
-SOURCE = os.environ.get("KVMOSAIC_ASCEND_SOURCE", "")
-"""An unpacked source distribution of vllm-ascend."""
+FETCHED = Path(__file__).parents[3] / ".venv-vllm" / "ascend"
+"""`make test-vllm` unpacks the source of releases there, if they can be downloaded."""
+GIVEN = os.environ.get("KVMOSAIC_ASCEND_SOURCE", "")
+"""Another unpacked source distribution."""
+SOURCES = [*sorted(FETCHED.glob("*/")), *([Path(GIVEN)] if GIVEN else [])]
+
+of_each_source = pytest.mark.parametrize(
+    "source",
+    SOURCES
+    or [pytest.param(None, marks=pytest.mark.skip(reason="no source of vllm-ascend: make test-vllm downloads it"))],
+    ids=lambda source: source and source.name,
+)
 
 
-def method(path: str, class_name: str, name: str, **names: Any) -> Any:
+def method(source: Path, path: str, class_name: str, name: str, **names: Any) -> Any:
     """A method of vLLM-Ascend itself, cut out of its file, which as a whole imports only next to an NPU."""
-    tree = ast.parse((Path(SOURCE) / "vllm_ascend" / path).read_text())
+    tree = ast.parse((source / "vllm_ascend" / path).read_text())
     (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     (found,) = (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == name)
     found.decorator_list = []
@@ -276,30 +286,47 @@ def method(path: str, class_name: str, name: str, **names: Any) -> Any:
     return space[name]
 
 
-@pytest.mark.skipif(not SOURCE, reason="KVMOSAIC_ASCEND_SOURCE names no source of vllm-ascend")
-def test_the_recorded_methods_are_those_of_vllm_ascend() -> None:
+OF_DECODERS = {"attn_type": "decoder", "use_bnsd_kv_cache": False}
+"""Attributes of an implementation; the second since 0.30."""
+OF_LATENT = {"pcp_enabled": False, "use_mla_rope": True, "support_fp8_attention": False}
+"""The same of a latent one; all since 0.30."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_by_head_are_refused_with_the_setting_that_makes_them(kind: str) -> None:
+    layer, cache = KINDS[kind]()
+    layer.impl.use_bnsd_kv_cache = True
+    if kind == "latent":  # which the setting does not change
+        find_layout("layer", layer, cache)
+        return
+    with pytest.raises(NotMovable, match=r"^layer .*VLLM_KV_CACHE_LAYOUT"):
+        find_layout("layer", layer, cache)
+
+
+@of_each_source
+def test_the_recorded_methods_are_those_of_vllm_ascend(source: Path) -> None:
     operator = SimpleNamespace()
-    write = method("device/device_op.py", "BaseDeviceAdaptor", "reshape_and_cache")
+    write = method(source, "device/device_op.py", "BaseDeviceAdaptor", "reshape_and_cache")
     operator.reshape_and_cache = lambda **given: write(None, **given)
     kinds = SimpleNamespace(ENCODER_ONLY="encoder_only", ENCODER="encoder")
     names: dict[str, Any] = {"DeviceOperator": operator, "AttentionType": kinds}
-    update = method("attention/attention_v1.py", "AscendAttentionBackendImpl", "do_kv_cache_update", **names)
+    update = method(source, "attention/attention_v1.py", "AscendAttentionBackendImpl", "do_kv_cache_update", **names)
     layer, cache = grouped()
-    renamed(layer.impl, attributes={"do_kv_cache_update": update, "attn_type": "decoder"})
+    renamed(layer.impl, attributes={"do_kv_cache_update": update, **OF_DECODERS})
     find_layout("layer", layer, cache)
 
     chips = SimpleNamespace(A5="A5")
     names = {"get_ascend_device_type": lambda: "A3", "AscendDeviceType": chips}
-    prefill = method("attention/mla_v1.py", "AscendMLAImpl", "exec_kv_prefill", **names)
+    prefill = method(source, "attention/mla_v1.py", "AscendMLAImpl", "exec_kv_prefill", **names)
     layer, cache = latent()
-    renamed(layer.impl, attributes={"exec_kv_prefill": prefill})
+    renamed(layer.impl, attributes={"exec_kv_prefill": prefill, **OF_LATENT})
     find_layout("layer", layer, cache)
 
 
-@pytest.mark.skipif(not SOURCE, reason="KVMOSAIC_ASCEND_SOURCE names no source of vllm-ascend")
-def test_vllm_ascend_itself_sorts_neighbours_apart() -> None:
+@of_each_source
+def test_vllm_ascend_itself_sorts_neighbours_apart(source: Path) -> None:
     path, kind = "ops/rotary_embedding.py", "AscendDeepseekScalingRotaryEmbedding"
-    turn, halves = method(path, kind, "_apply_rotary_pos_emb"), method(path, kind, "_rotate_half")
+    turn, halves = method(source, path, kind, "_apply_rotary_pos_emb"), method(source, path, kind, "_rotate_half")
     rotary = RecordedRotary(TURNING, is_neox_style=False, dtype=torch.float32, head_size=TURNING)
     cos, sin = (torch.cat((half, half), dim=-1) for half in rotary.cos_sin_cache.chunk(2, dim=-1))
     row = torch.randn(1, LATENT + TURNING)

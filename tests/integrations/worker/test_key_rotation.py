@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrations.worker.stand_ins import KEY, Rotary
+from torch import Tensor
 
 from kvmosaic.errors import NotMovable, PromptTooLong
 from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, arithmetic, find_key_rotation
@@ -113,9 +114,34 @@ def test_a_position_that_the_table_does_not_have_is_an_error(position: int) -> N
         rotation.require(position)
 
 
+class SeveralPositions:
+    """An embedding of three positions per token, whose sections are in their order, or not."""
+
+    head_size = rotary_dim = KEY
+    mrope_section = (2, 3, 3)
+
+    def __init__(self, *, is_sorted: bool) -> None:
+        self.is_sorted = is_sorted
+        self.cos_sin_cache = Rotary().cos_sin_cache
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        parts = self.cos_sin_cache[positions].chunk(2, dim=-1)
+        if positions.dim() == 2:
+            in_order = range(3) if self.is_sorted else (2, 0, 1)
+            split = [part.split(self.mrope_section, dim=-1) for part in parts]
+            parts = tuple(torch.cat([each[i][i] for i in in_order], dim=-1) for each in split)
+        return query * torch.cat(parts, dim=-1), key
+
+
+def test_several_positions_per_token_are_one_for_text() -> None:
+    rotary = SeveralPositions(is_sorted=True)
+    rotation = find_key_rotation("layer", rotary, torch.float32, KEY, at_end=False)
+    assert torch.equal(rotation.table, rotary.cos_sin_cache)
+
+
 TABLE = torch.zeros(16, KEY)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "several positions per token": (SimpleNamespace(mrope_section=[2, 3, 3]), "several positions per token"),
+    "several positions per token": (SeveralPositions(is_sorted=False), "several positions per token"),
     "no table": (SimpleNamespace(rotary_dim=KEY), "no table"),
     "a table per head": (SimpleNamespace(cos_sin_cache=TABLE[:, None], rotary_dim=KEY), "no table"),
     "complex numbers": (SimpleNamespace(cos_sin_cache=torch.zeros(4, 8, dtype=torch.complex64)), "no table"),

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DeepseekV2Config,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+    Qwen3VLConfig,
+)
 
 from kvmosaic.assembly import bundled_reader
 from support.weights import randomize
@@ -60,11 +71,25 @@ _LATENT: dict[str, Any] = {
     },
 }
 _DEEP: dict[str, Any] = {"num_hidden_layers": 12}
+IMAGE_MODELS: dict[str, str] = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Models that also take images, and have several positions per token; and the text models of the same weights."""
+_IMAGE_CONFIGS: dict[str, Any] = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig, "qwen3_vl": Qwen3VLConfig}
+_VISION: dict[str, Any] = {
+    **{"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "intermediate_size": 64},
+    **{"out_hidden_size": 64, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"fullatt_block_indexes": [0], "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+_IMAGE_TOKENS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+_PREPROCESSING = """{
+  "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2,
+  "size": {"shortest_edge": 3136, "longest_edge": 12544}, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]
+}
+"""
 _SHARPNESS = 16.0
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Writes one of `MODELS`, or "deep", and returns its folder.
+    """Writes one of `MODELS` or `IMAGE_MODELS`, "qwen2" or "deep", and returns its folder.
 
     "deep" has many layers of sharp attention: its rounding grows from layer to layer as that of trained models does.
     """
@@ -75,6 +100,10 @@ def make_model(name: str, folder: Path) -> Path:
         config: Any = LlamaConfig(**{**shape, **(_DEEP if name == "deep" else {})}, head_dim=32)
     elif name == "qwen3":
         config = Qwen3Config(**shape, head_dim=32)
+    elif name == "qwen2":
+        config = Qwen2Config(**{**shape, "num_attention_heads": 2, "num_key_value_heads": 1})
+    elif name in IMAGE_MODELS:
+        return _make_image_model(name, folder)
     else:
         config = DeepseekV2Config(**{**shape, **_LATENT})
     torch.manual_seed(0)
@@ -86,6 +115,31 @@ def make_model(name: str, folder: Path) -> Path:
             _sharpen(model)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    return folder / name
+
+
+def _make_image_model(name: str, folder: Path) -> Path:
+    """Writes a model that also takes images, with the weights of a text model."""
+    origin = folder / IMAGE_MODELS[name]
+    if not origin.exists():
+        make_model(IMAGE_MODELS[name], folder)
+    text = AutoModelForCausalLM.from_pretrained(origin, dtype=torch.float32)
+    shape = text.config.to_dict()
+    shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    if IMAGE_MODELS[name] == "qwen3":
+        shape["rope_parameters"]["mrope_interleaved"] = True
+    for key in ("architectures", "model_type"):
+        del shape[key]
+    special = {key: MAX_TOKEN_ID + number for number, key in enumerate(_IMAGE_TOKENS)}
+    config = _IMAGE_CONFIGS[name](text_config=shape, vision_config=_VISION, tie_word_embeddings=False, **special)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(bundled_reader()).save_pretrained(folder / name)
+    (folder / name / "preprocessor_config.json").write_text(_PREPROCESSING)
     return folder / name
 
 

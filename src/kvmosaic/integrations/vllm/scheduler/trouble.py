@@ -97,8 +97,6 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
         )
     if model.is_encoder_decoder:
         return Bypass("encoder", "the model has an encoder")
-    if model.uses_mrope:
-        return Bypass("positions", "the model's positions have several dimensions (M-RoPE)")
     if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "suffix"):
         return Bypass(
             "speculative", f"speculative decoding by {config.speculative_config.method} keeps keys of its own"

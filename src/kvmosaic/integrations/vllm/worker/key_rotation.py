@@ -104,6 +104,21 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rotates_text_by_one_row(rotary: Any, dtype: torch.dtype) -> bool:
+    """Whether an embedding of several positions per token (M-RoPE) rotates as by one position where all are equal.
+
+    Text has equal ones: its time, height and width are its index. Checked with vectors of ones at positions far apart,
+    in the embedding's own code for torch, which has no kernel of a device.
+    """
+    table: Tensor = rotary.cos_sin_cache
+    positions = torch.linspace(0, len(table) - 1, 9, device=table.device).long()
+    ones = torch.ones(len(positions), int(rotary.head_size), dtype=dtype, device=table.device)
+    num_dims = max(len(rotary.mrope_section), 3)
+    one = rotary.forward_native(positions, ones.clone(), ones.clone())
+    several = rotary.forward_native(positions.expand(num_dims, -1), ones.clone(), ones.clone())
+    return all(torch.equal(x, y) for x, y in zip(one, several, strict=True))
+
+
 def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size: int, *, at_end: bool) -> KeyRotation:
     """Reads the rotation of a vLLM rotary embedding.
 
@@ -115,11 +130,9 @@ def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size
         at_end: the rotary part is the last of the key, not the first.
 
     Raises:
-        NotMovable: an embedding whose rotation is not one row of cosines and sines per position.
+        NotMovable: an embedding whose rotation of text is not one row of cosines and sines per position.
     """
     kind = type(rotary).__name__
-    if getattr(rotary, "mrope_section", None) is not None:
-        raise NotMovable(f"{layer_name} turns keys by several positions per token ({kind}); moving knows one")
     table = getattr(rotary, "long_short_cos_sin_cache", None)
     table = getattr(rotary, "cos_sin_cache", None) if table is None else table
     rotary_dim = int(getattr(rotary, "rotary_dim", 0))
@@ -129,6 +142,11 @@ def find_key_rotation(layer_name: str, rotary: Any, dtype: torch.dtype, key_size
         raise NotMovable(
             f"{layer_name}: {kind} has rows of {table.shape[1]} numbers for {rotary_dim} rotary dimensions of a key of "
             f"{key_size}; expected as many numbers as rotary dimensions"
+        )
+    if getattr(rotary, "mrope_section", None) is not None and not rotates_text_by_one_row(rotary, dtype):
+        raise NotMovable(
+            f"{layer_name} rotates keys by several positions per token ({kind}), and those of text not as by one; such "
+            "models cannot be composed"
         )
     return KeyRotation(
         rotary,

@@ -87,13 +87,16 @@ class KVLayout:
                     f"{place.name} has blocks of {place.layout.block_size} tokens, which do not fill the scheduler's "
                     f"blocks of {block_size}"
                 )
+        root = tree.root(places[0].layer)
+        if getattr(vllm_config.model_config, "uses_mrope", False):
+            require_plain_text_positions(root, int(vllm_config.model_config.get_vocab_size()))
         first = next(iter(kv_caches.values()))
         return cls(
             layers=tuple(places),
             block_size=block_size,
             num_blocks=min(place.layout.num_slots for place in places) // block_size,
             device=first.device if isinstance(first, Tensor) else first[0].device,
-            root=tree.root(places[0].layer),
+            root=root,
         )
 
     def slots(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
@@ -117,6 +120,29 @@ class KVLayout:
         """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
             rotation.require(position)
+
+
+def require_plain_text_positions(root: Any, vocab_size: int) -> None:
+    """Raises `NotMovable` unless a model of several positions per token (M-RoPE) numbers the tokens of text one by one.
+
+    It is asked for the positions of one prompt of all tokens, without an image: tokens that begin an image must not
+    change them either.
+    """
+    if not hasattr(root, "get_mrope_input_positions"):
+        raise NotMovable(
+            f"{type(root).__name__} does not tell the positions of its prompts (M-RoPE), so those of text are unknown"
+        )
+    try:
+        positions, delta = root.get_mrope_input_positions(list(range(vocab_size)), [])
+    except Exception as error:  # a model that looks for the images of its tokens
+        raise NotMovable(
+            f"{type(root).__name__} does not number a text that has tokens of images: {type(error).__name__}: {error}"[
+                :400
+            ]
+        ) from error
+    positions = torch.as_tensor(positions)
+    if int(delta) or not bool((positions == torch.arange(vocab_size)).all()):
+        raise NotMovable(f"{type(root).__name__} does not number the tokens of a text one by one (M-RoPE)")
 
 
 def _block_size(vllm_config: Any, kv_cache_config: Any) -> int:

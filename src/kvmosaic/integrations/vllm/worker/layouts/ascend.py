@@ -45,6 +45,10 @@ class AscendLayout(PagedLayout):
         """
         if not is_ascend(layer) or hasattr(layer, "kv_lora_rank"):
             return None
+        if getattr(layer.impl, "use_bnsd_kv_cache", False):  # since 0.30
+            raise NotMovable(
+                f"{layer_name} stores blocks by head, which are not read; start without VLLM_KV_CACHE_LAYOUT=HND"
+            )
         keys, values = _pair(layer_name, layer, kv_cache)
         num_heads, key_size, value_size = heads_of(layer)
         _require_shape(layer_name, "keys", keys, (num_heads, key_size))
