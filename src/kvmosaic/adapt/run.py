@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvmosaic.adapt.corpus import Corpus, invented_questions
@@ -18,6 +17,7 @@ from kvmosaic.bench.plots import can_plot
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
 from kvmosaic.eval.commands import QuestionOptions
+from kvmosaic.eval.measure import progress_bar
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.quiet import quiet_libraries
@@ -84,14 +84,7 @@ def _corpus(asked: QuestionOptions, model: LoadedModel, seed: int, notices: Cons
 
 
 def _train(trainer: Trainer, steps: int, notices: Console) -> Trained:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=notices, transient=True) as bar:
+    with progress_bar(notices, is_transient=True) as bar:
         line = bar.add_task("reading held-out documents", total=steps, completed=trainer.first_step)
         last = [time.monotonic()]
 

@@ -35,19 +35,24 @@ _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
 generating."""
 
 
+def progress_bar(console: Console, *, is_transient: bool = False) -> Progress:
+    """A bar with counts, the time that passed and what is left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=is_transient)
+
+
 class Display:
     """Shows the progress of a run. Use it as a context manager, and pass `progress` and `news` to `evaluate`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console)
+        self._bar = progress_bar(console)
         self._line = self._bar.add_task("answering", total=None)
         self._live = Live(self._bar, console=console, transient=True, refresh_per_second=4) if _shows(console) else None
         self._shown = time.monotonic()
