@@ -77,8 +77,8 @@ def make_kv_cache(
     if block_key_bytes is not None:
         make_chain = kv_cache._chain
 
-        def short_chain(salt: str, tenant: str) -> KeyChain:
-            chain = make_chain(salt, tenant)
+        def short_chain(salt: str, tenant: str, layout: Layout) -> KeyChain:
+            chain = make_chain(salt, tenant, layout)
             whole = chain._digest
             chain._digest = lambda data: whole(data)[:block_key_bytes]
             return chain

@@ -38,6 +38,7 @@ class ModelOptions:
             {
                 **self.values,
                 "chunk_tier": tiers,
+                "adapter": tuple(self.values.get("adapter") or ()),
                 "chunk_secret": secret_from() if tiers else None,
                 "profile": profile_choice(self.values.get("profile", "auto")),
             }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
+
+if TYPE_CHECKING:
+    import torch
 
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
 """Methods that are dequantized at load: otherwise transformers looks for compiled code on the hub, or needs a GPU."""
@@ -89,11 +92,15 @@ def is_packed(config: Any) -> bool:
     return bool(quantization_settings(config))
 
 
-def make_plain(module: Any) -> None:
-    """Removes the quantization marks from a model whose weights were dequantized.
+def make_plain(module: Any, dtype: torch.dtype) -> None:
+    """Removes the quantization marks from a model whose weights were dequantized, and widens these to its dtype.
 
-    With them, readers of its configuration take the weights for packed.
+    With the marks, readers of its configuration take the weights for packed. transformers dequantizes to the
+    checkpoint's own dtype, also where another one was asked for.
     """
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
     for config in {id(each): each for each in (module.config, module.config.get_text_config())}.values():
         if hasattr(config, "quantization_config"):
             del config.quantization_config

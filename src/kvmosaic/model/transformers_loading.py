@@ -19,6 +19,8 @@ def build_module(shown: str, source: str, config: Any, dtype: torch.dtype, optio
     """The module with all its weights; `shown` names the source in errors."""
     if dtype is torch.float64:
         options = {**options, "experts_implementation": "eager"}  # the grouped product of experts has no float64
+    # where PEFT is installed, transformers asks the hub whether it has an adapter of this name, without our options
+    options = {**options, "adapter_kwargs": {"local_files_only": True}}
     module, report = fetch(
         shown,
         lambda: AutoModelForCausalLM.from_pretrained(

@@ -57,7 +57,7 @@ class Checkpoint(ModelFormat):
         check_quantization(request.quantization, request.device, chosen)
         module = build_module(source, source, config, chosen, {"use_safetensors": True, **options})
         if method and not is_packed(module.config):
-            make_plain(module)
+            make_plain(module, chosen)
         note = quantized_text(source, method, module) if method else ""
         if note:
             logger.info("%s", note)

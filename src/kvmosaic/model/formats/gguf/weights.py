@@ -216,7 +216,7 @@ def settle_module(module: Any, file: GgufFile) -> None:
     Raises:
         UnsupportedModel: the file has frequency factors that the model lacks.
     """
-    make_plain(module)
+    make_plain(module, module.dtype)
     _scale_frequencies(module, file)
     generation = module.generation_config
     ends = [token for name in _ENDS if (token := file.metadata.get(f"tokenizer.ggml.{name}")) is not None]
