@@ -87,7 +87,8 @@ def test_system_texts_with_nothing_in_common_get_no_preamble() -> None:
 
 
 def test_eviction_is_told() -> None:
-    llm = LLM("reader", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="1MiB"))
+    # two documents at most; in float32, since "auto" depends on the CPU
+    llm = LLM("reader", dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="2MiB"))
     texts = [f"{TOWER} {MILL} Number {word} of the archive is kept in the hall." * 3 for word in "abcdefghijklmnop"]
     for _ in range(2):
         outputs = [ask(llm, text) for text in texts]

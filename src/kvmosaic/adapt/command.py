@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.bench.bench_command import Threads
-from kvmosaic.console.option_groups import grouped
+from kvmosaic.console.option_groups import grouped, option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.commands import QuestionOptions
 
@@ -41,7 +41,7 @@ def adapt_command(
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
     rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or for example cuda:1.")] = "auto",
+    device: Annotated[str, option("device")] = "auto",
     num_threads: Threads = None,
 ) -> None:
     """Teach a model to read documents apart as it reads them together, without labels.

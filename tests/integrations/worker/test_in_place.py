@@ -158,7 +158,8 @@ def test_a_forward_gets_the_positions_of_its_own_tokens(is_captured, monkeypatch
     places.root = Root()
     monkeypatch.setattr(reading, "step_slots", lambda: torch.tensor([SIZE + 3, SIZE + 4, 2 * SIZE, -1]))
     reader = DocumentReader(places, is_paged=True, is_captured=is_captured)
-    reader.begin([InPlaceRequest((1,), ((4, 20),), (DocumentRead(4, (3,), 0, 5, 0, 9),))])
+    reads = (DocumentRead(4, (3,), 0, 5, 0, 9),)
+    reader.begin([InPlaceRequest((1,), ((4, 20),), reads, num_computed=3, num_scheduled=2)])
     given_positions = torch.tensor([3, 4, 0, 0])
     places.root(torch.zeros(4), positions=given_positions)
     assert seen[-1][0] == [3, 24, 0, 0] and reader.is_reading

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
@@ -69,13 +69,13 @@ class PagedCache:
     parts of them.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Shaped[Tensor, "N P G D"]
+    values: Shaped[Tensor, "N P G Dv"]
     table: Int[Tensor, " B"]
     """int32, on the cache's device."""
     block_size: int
     """P."""
-    scales: tuple[Tensor, Tensor] | None = None
+    scales: tuple[Float[Tensor, ""], Float[Tensor, ""]] | None = None
     """If the cache is in 8 bits (float8): numbers by which keys and values are multiplied, one float32 each."""
 
 
@@ -272,7 +272,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def why_not_paged(dtype: torch.dtype, num_heads: int, keys: Tensor, values: Tensor) -> str:
+def why_not_paged(
+    dtype: torch.dtype, num_heads: int, keys: Shaped[Tensor, "N P G D"], values: Shaped[Tensor, "N P G Dv"]
+) -> str:
     """Why a paged cache is not read by the kernel for queries [T, num_heads, D] of this dtype; empty: it is."""
     num_kv_heads, key_dim = keys.shape[-2:]
     group, longest = num_heads // num_kv_heads, max(key_dim, values.shape[-1])
