@@ -58,6 +58,7 @@ USES: tuple[Use, ...] = (
     Use(_BASE, "KVConnectorBase_V1.set_xfer_handshake_metadata", ("metadata",)),
     Use(_BASE, "KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", ("metadata",)),
     Use(_BASE, "KVConnectorBase_V1.reset_cache"),
+    Use(_BASE, "KVConnectorBase_V1.take_events"),
     # connector contract, worker side
     Use(_BASE, "KVConnectorBase_V1.register_kv_caches", ("kv_caches",)),
     Use(_BASE, "KVConnectorBase_V1.get_handshake_metadata"),
@@ -188,6 +189,10 @@ USES: tuple[Use, ...] = (
     Use("v1.attention.backends.cpu_attn", "CPUAttentionBackend"),
     Use("v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl"),
     Use("v1.attention.backends.cpu_attn", "_get_attn_isa"),
+    Use("v1.attention.backends.flash_attn", "FlashAttentionBackend", ("get_impl_cls",)),
+    Use("v1.attention.backends.flash_attn", "FlashAttentionImpl", ("forward",)),
+    Use("v1.attention.backends.triton_attn", "TritonAttentionBackend", ("get_impl_cls",)),
+    Use("v1.attention.backends.triton_attn", "TritonAttentionImpl", ("forward",)),
     Use("v1.worker.utils", "AttentionGroup.create_metadata_builders", ("vllm_config", "device", "kernel_block_size")),
     Use("v1.worker.utils", "AttentionGroup.get_metadata_builder", ("ubatch_id",)),
     Use("v1.worker.utils", "select_common_block_size", ("kv_manager_block_size",)),
