@@ -51,23 +51,27 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not programs:
         pytest.skip("PostgreSQL is not installed")
     folder = tmp_path_factory.mktemp("postgresql")
-    as_user: dict[str, Any] = {}
+    as_user: list[str] = []
     if os.geteuid() == 0:  # it refuses to run as root
-        as_user = {"user": "postgres", "group": "postgres", "cwd": "/"}
+        # Popen(user=...) forks a copy of this process, for which there may be no memory; without it, it does not
+        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
         for path in (folder, *folder.parents):
             if path.stat().st_mode & 0o055 != 0o055:  # folders of tests are of one user
                 path.chmod(path.stat().st_mode | 0o055)
         shutil.chown(folder, "postgres", "postgres")
     data, programs_at = folder / "data", programs[-1].parent
     subprocess.run(
-        [programs_at / "initdb", "-D", data, "-U", "kvmosaic", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"],
-        check=True, capture_output=True, **as_user,
+        [
+            *as_user, programs_at / "initdb", "-D", data, "-U", "kvmosaic", "-A", "trust", "-E", "UTF8",
+            "--locale=C", "--no-sync",
+        ],
+        check=True, capture_output=True, cwd="/",
     )  # fmt: skip
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [programs_at / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-F"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **as_user) as server:
+    command = [*as_user, programs_at / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", "", "-F"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/") as server:
         try:
             url = f"postgresql://kvmosaic@127.0.0.1:{port}/postgres"
             for _ in range(300):
