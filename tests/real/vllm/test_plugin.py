@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,17 +86,21 @@ DTYPES = ("float32", "bfloat16")
 PLANTED = ("other_frequency", "larger_keys_far_out", "kernel_scale", "stored_elsewhere", "far_output_smaller")
 
 
-def checked(engine) -> dict[str, object]:
-    """What the checks at start say of the model, and of faults and mistakes in its first and a middle layer."""
+def checked(engine, *, begins_in_the_middle: bool) -> dict[str, object]:
+    """What the checks at start say of the model, and of faults and mistakes in turn in its first and a middle layer."""
     places, nested = places_of(engine)
     wrong = []
-    for layer in (0, len(places.layers) // 2):
-        for fault in PLANTED:
-            with FAULTS[fault](places, layer):
-                wrong.append([fault, places.layers[layer].name, check_attention(places, nested)])
-        for mistake, change in MISTAKES.items():
-            layers = tuple(change(place) if i == layer else place for i, place in enumerate(places.layers))
-            wrong.append([mistake, places.layers[layer].name, check_attention(replace(places, layers=layers), nested)])
+    turns = itertools.cycle((0, len(places.layers) // 2))
+    if begins_in_the_middle:
+        next(turns)
+    for fault in PLANTED:
+        layer = next(turns)
+        with FAULTS[fault](places, layer):
+            wrong.append([fault, places.layers[layer].name, check_attention(places, nested)])
+    for mistake, change in MISTAKES.items():
+        layer = next(turns)
+        layers = tuple(change(place) if i == layer else place for i, place in enumerate(places.layers))
+        wrong.append([mistake, places.layers[layer].name, check_attention(replace(places, layers=layers), nested)])
     correct = [check(places, nested), check_attention(places, nested), check_caches(places, nested.max_length)]
     return {"correct": correct, "wrong": wrong}
 
@@ -104,7 +109,7 @@ def checked(engine) -> dict[str, object]:
 def test_the_checks_at_start_pass_real_weights_and_find_faults_in_any_layer(model_folder: Path, dtype: str) -> None:
     engine = ForkedEngine(model_folder, dtype=dtype, max_model_len=4096, num_gpu_blocks_override=256)
     try:
-        said = engine.call(checked)
+        said = engine.call(checked, begins_in_the_middle=dtype == "bfloat16")  # so that each fault has been in both
     finally:
         engine.stop()
     assert said["correct"] == ["", "", ""]
