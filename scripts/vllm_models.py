@@ -33,8 +33,8 @@ Written by `scripts/vllm_models.py` from the registry and the source of vLLM {vl
 transformers {transformers}; run it again instead of editing. What is decided here from the source is tested in every
 worker when vLLM starts: a model is composed only if its cache, its rotation and its attention pass that test
 ([what is exact](vllm.md#what-is-exact)). A model below can still be refused there, with the reason in the log. The
-tests of this project run Llama, Qwen 2 and 3, DeepSeek V2 (keys and values, and latent), Qwen2-VL, Qwen2.5-VL and
-Qwen3-VL; the other rows were not run.
+tests of this project run Llama, Qwen 2 and 3, Gemma 2 and 3, EXAONE 4, DeepSeek V2 (keys and values, and latent),
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL; the other rows were not run.
 
 {num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not. Pooling models and
 draft models have no documents and are left out. A model that is not composed answers its prompts as vLLM does.
@@ -42,12 +42,15 @@ draft models have no documents and are left out. A model that is not composed an
 Models that also take images or sound compose prompts of text alone; repair and text between documents are not possible
 there. What decides is their language model, which the row names where vLLM's source or the default configuration does.
 """
-COMPOSES = """
-With the default configuration: a model of this table whose own has windows (`sliding_window`, `layer_types`) does not.
+WINDOWS_OF_SOME = "layers with windows: start vLLM with `--disable-hybrid-kv-cache-manager`"
+COMPOSES = f"""
+With the default configuration. "{WINDOWS_OF_SOME[0].upper()}{WINDOWS_OF_SOME[1:]}" also holds for others of this table
+whose configuration has such layers (`sliding_window`, `layer_types`) beside layers without: without that option vLLM
+frees what a window has left, so a document has no complete KV there. See
+[models with sliding windows](vllm.md#models-with-sliding-windows).
 """
 DEPENDS = """
-A window means layers that do not see all tokens before them: their blocks are freed as the window moves on, so a
-document has no complete KV there. See [models with sliding windows](vllm.md#models-with-sliding-windows).
+Where every layer has a window, vLLM frees the tokens that it has left, with any option.
 """
 
 
@@ -197,17 +200,19 @@ def default_of(config_class: Any) -> Any:
         return None
 
 
-def has_windows(config: Any) -> bool | None:
-    """Whether a configuration has layers with windows; None: unknown."""
+def windows_of(config: Any) -> str:
+    """Which layers of a configuration have windows: "none", "some", "all", "chunks" of positions, or "unknown"."""
     if config is None:
-        return None
+        return "unknown"
     text = config.get_text_config()
-    layers = getattr(text, "layer_types", None)
+    layers = set(getattr(text, "layer_types", None) or ())
+    if "chunked_attention" in layers:
+        return "chunks"
     if layers:
-        return any(kind in ("sliding_attention", "chunked_attention") for kind in layers)
-    if getattr(text, "use_sliding_window", True) is False:
-        return False
-    return getattr(text, "sliding_window", None) is not None
+        return "none" if "sliding_attention" not in layers else "some" if "full_attention" in layers else "all"
+    if getattr(text, "use_sliding_window", True) is False or getattr(text, "sliding_window", None) is None:
+        return "none"
+    return "all"
 
 
 RECURRENT = {"IsHybrid", "HasInnerState", "IsAttentionFree"}
@@ -245,13 +250,16 @@ def verdict(architecture: str, traits: Traits, config_class: Any, *, is_transfor
         conditions.append("`index_topk` is not set (attention that selects tokens by an index)")
     if "get_alibi_slopes" in names or "_get_alibi_slopes" in names:
         conditions.append("`alibi` is off (a bias by distance)")
-    windows = has_windows(config)
-    if windows or (windows is None and WINDOWS & (names | traits.texts)):
-        default = "; the default has them" if windows else ""
-        conditions.append(f"no layer has a window (`sliding_window`, `layer_types`{default})")
+    windows = windows_of(config)
+    if windows == "chunks":
+        conditions.append("no layer attends by chunks of positions (`layer_types`; the default has them)")
+    elif windows == "all":
+        conditions.append("some layer has no window (`sliding_window`, `layer_types`; all of the default have one)")
+    elif windows == "unknown" and WINDOWS & (names | traits.texts):
+        conditions.append("some layer has no window (`sliding_window`, `layer_types`)")
     if conditions:
         return Verdict("depends", "; ".join(conditions))
-    return Verdict("composes", _remarks(traits))
+    return Verdict("composes", "; ".join(filter(None, [WINDOWS_OF_SOME * (windows == "some"), _remarks(traits)])))
 
 
 def around(traits: Traits, config_class: Any, text: dict[str, Verdict]) -> Verdict | None:

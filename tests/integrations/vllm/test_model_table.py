@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "vllm-models.md").read_text()
 RUN = {
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Exaone4ForCausalLM"),
     *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "DeepseekV2ForCausalLM"),
     *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
 }

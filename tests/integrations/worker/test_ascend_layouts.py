@@ -250,7 +250,7 @@ def test_repair_and_shared_positions_are_said_to_be_impossible_on_an_npu() -> No
         speculative_config=None,
         lora_config=None,
     )
-    groups = SimpleNamespace(kv_cache_groups=[object()])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
     for device_type, said in (("npu", "vLLM-Ascend"), ("cpu", "")):
         config.device_config.device_type = device_type
         assert extra_forward.can_run(config, groups).startswith(said)

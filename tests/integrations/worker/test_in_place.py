@@ -28,6 +28,8 @@ if sys.platform != "linux":
 KINDS = ("joined by head", "joined by token", "joined, between other layers", "stacked by block", "stacked first")
 QUERIES = 2 * HEADS
 
+GROUP = SimpleNamespace(kv_cache_spec=None)
+
 
 def share_of(*kinds, dtype=torch.float32, block_size=SIZE, **options):
     """Layers with attention that reads documents."""
@@ -225,5 +227,5 @@ def test_full_graphs_are_refused_with_the_way_out():
         speculative_config=None,
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
-    said = position_shift.can_shift(config, SimpleNamespace(kv_cache_groups=[0]), torch.nn.Linear(1, 1))
+    said = position_shift.can_shift(config, SimpleNamespace(kv_cache_groups=[GROUP]), torch.nn.Linear(1, 1))
     assert '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'' in said

@@ -114,7 +114,6 @@ def layer_with(**attributes: Any) -> Layer:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a window": (layer_with(sliding_window=512), "has a window"),
     "chunks of positions": (layer_with(attention_chunk_size=64), "by chunks of positions"),
     "another layer's cache": (layer_with(kv_sharing_target_layer_name="model.layers.7"), "cache of another layer"),
     "an encoder": (layer_with(attn_type="encoder_only"), "of an encoder"),
@@ -130,6 +129,28 @@ def test_a_layer_that_cannot_be_composed_is_named_with_the_reason(name: str) -> 
     layer, reason = REFUSED[name]
     with pytest.raises(NotMovable, match=f"^model.layers.0 .*{reason}|^model.layers.0: .*{reason}"):
         places_of(nn.Module(), layer, cache_of("cpu vector")[1])
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """As vLLM names what keeps all tokens."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """As vLLM names what frees them."""
+
+
+@pytest.mark.parametrize("spec", [FullAttentionSpec, SlidingWindowSpec])
+def test_a_layer_with_a_window_is_composed_if_its_cache_keeps_all_tokens(spec: type) -> None:
+    layer = layer_with(sliding_window=512)
+    model = Model(AttentionModule(layer, Rotary(4)))
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec(block_size=16, sliding_window=512))])
+    caches = {"model.layers.0": cache_of("cpu vector")[1]}
+    if spec is SlidingWindowSpec:
+        with pytest.raises(NotMovable, match="has a window, and a cache without the tokens before it"):
+            KVLayout.of(config_of({"model.layers.0": layer}), caches, groups)
+        return
+    (place,) = KVLayout.of(config_of({"model.layers.0": layer}), caches, groups).layers
+    assert place.window == 512 and model is not None
 
 
 def test_a_model_without_any_rotation_is_refused() -> None:

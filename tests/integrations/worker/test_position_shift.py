@@ -16,6 +16,8 @@ from kvmosaic.integrations.vllm.worker.position_shift import PositionShift, can_
 
 BLOCK = 4
 
+GROUP = SimpleNamespace(kv_cache_spec=None)
+
 
 class Model(nn.Module):
     """Says which positions it was given."""
@@ -118,7 +120,7 @@ def configuration(**fields):
     ],
 )
 def test_where_positions_cannot_be_shifted_it_says_why(fields, reason):
-    said = can_shift(configuration(**fields), SimpleNamespace(kv_cache_groups=[0]), Model())
+    said = can_shift(configuration(**fields), SimpleNamespace(kv_cache_groups=[GROUP]), Model())
     assert reason in said and bool(reason) == bool(said)
 
 
@@ -127,5 +129,5 @@ def test_a_compiled_root_module_has_no_hooks():
         def __call__(self, *arguments, **named):
             return self.forward(*arguments, **named)
 
-    assert "no forward hooks" in can_shift(configuration(), SimpleNamespace(kv_cache_groups=[0]), Compiled())
-    assert "2 groups" in can_shift(configuration(), SimpleNamespace(kv_cache_groups=[0, 1]), Model())
+    assert "no forward hooks" in can_shift(configuration(), SimpleNamespace(kv_cache_groups=[GROUP]), Compiled())
+    assert "2 groups" in can_shift(configuration(), SimpleNamespace(kv_cache_groups=[GROUP, GROUP]), Model())

@@ -32,13 +32,20 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
     block_size=st.sampled_from([8, 16, 32, 128, 256]),
     num_blocks=st.integers(8, 200),
     max_runs=st.integers(1, 40),
+    windows=st.sets(st.integers(1, 5_000), max_size=2),
 )
 def test_runs_that_are_computed_at_once_share_no_block_that_they_write(
-    num_tokens: int, last: int, block_size: int, num_blocks: int, max_runs: int
+    num_tokens: int, last: int, block_size: int, num_blocks: int, max_runs: int, windows: set[int]
 ) -> None:
-    positions = far_positions(last)
+    positions = far_positions(last, windows)
+    context = max(MAX_CONTEXT, *windows, 0)
     plan = TrialPlan.of(
-        tuple(range(num_tokens)), positions, block_size=block_size, num_blocks=num_blocks, max_runs=max_runs
+        tuple(range(num_tokens)),
+        positions,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_runs=max_runs,
+        context=context,
     )
     if isinstance(plan, str):
         assert "has no room" in plan
@@ -54,7 +61,7 @@ def test_runs_that_are_computed_at_once_share_no_block_that_they_write(
             mine = set(run.blocks[run.start // block_size : -(-end // block_size)])
             assert not mine & written and not mine & set(plan.text_blocks)
             written |= mine
-            assert run.position == run.start or (run.start == 0 and run.position > MAX_CONTEXT)
+            assert run.position == run.start or (run.start == 0 and run.position > context)
         seen += [run.position for run in runs[1:]]
     assert tuple(seen) == positions[1:] and last in positions
     behind = plan.behind(plan.moved_head)
@@ -65,6 +72,12 @@ def test_positions_are_near_and_far_and_end_where_a_run_still_fits() -> None:
     assert far_positions(8000 - HEAD_TOKENS)[:6] == (0, 1, 7, 37, 64, 129)
     assert far_positions(8000 - HEAD_TOKENS)[-1] == 8000 - HEAD_TOKENS
     assert far_positions(40) == (0, 1, 7, 37, 40)
+
+
+def test_a_window_ends_in_the_middle_of_a_run() -> None:
+    begin = next(each for each in far_positions(8000, [4096]) if each not in far_positions(8000))
+    assert begin < 4096 < begin + HEAD_TOKENS
+    assert far_positions(8000, [4, 9000]) == far_positions(8000)
 
 
 def _turning(dtype: torch.dtype, **fields: Any) -> KeyRotation:

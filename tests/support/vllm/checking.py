@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,7 +54,12 @@ FAULTS = {
 
 
 def checked(
-    model: str, *, fault: str = "", dtype: str = "float32", environment: dict[str, str] | None = None
+    model: str,
+    *,
+    fault: str = "",
+    dtype: str = "float32",
+    environment: dict[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What the check found, in a fork of this process."""
 
@@ -65,7 +71,7 @@ def checked(
         if fault:
             FAULTS[fault]()
             composing_worker.check_at_start = lambda *arguments: StartCheck("", "")  # would find some of them first
-        found = check_engine(model, [*OPTIONS, "--dtype", dtype, "--num-gpu-blocks-override", "64"])
+        found = check_engine(model, [*OPTIONS, *options, "--dtype", dtype, "--num-gpu-blocks-override", "64"])
         end.sendall(json.dumps({**asdict(found), "passed": found.passed}).encode() + b"\n")
 
     fork = Fork(main, environment or {})

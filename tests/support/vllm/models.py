@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -24,6 +25,8 @@ from kvmosaic.assembly import bundled_reader
 from support.weights import randomize
 
 MODELS = ("llama", "qwen3", "deepseek")
+WINDOWS = {"gemma2": 48, "gemma3": 40, "exaone4": 72}
+"""Models of which some layers see the last tokens only, and how many."""
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     # vLLM's rotation kernel for CPUs turns tokens by wrong positions where queries come as [T, H, D]; torch's does not.
     # With a latent cache, vLLM's CPUs without AMX have no prefix caching, so keys and values are kept whole.
@@ -70,6 +73,13 @@ _LATENT: dict[str, Any] = {
         "beta_slow": 1,
     },
 }
+_IN_TURNS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_GEMMA: dict[str, Any] = {**_IN_TURNS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+_WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 5.0},
+    "gemma3": {**_GEMMA, "model_type": "gemma3_text"},
+    "exaone4": {**_IN_TURNS, "model_type": "exaone4"},  # its layers without a window have no positions
+}
 _DEEP: dict[str, Any] = {"num_hidden_layers": 12}
 IMAGE_MODELS: dict[str, str] = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """Models that also take images, and have several positions per token; and the text models of the same weights."""
@@ -89,7 +99,7 @@ _SHARPNESS = 16.0
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Writes one of `MODELS` or `IMAGE_MODELS`, "qwen2" or "deep", and returns its folder.
+    """Writes one of `MODELS`, `WINDOWS` or `IMAGE_MODELS`, "qwen2" or "deep", and returns its folder.
 
     "deep" has many layers of sharp attention: its rounding grows from layer to layer as that of trained models does.
     """
@@ -102,6 +112,8 @@ def make_model(name: str, folder: Path) -> Path:
         config = Qwen3Config(**shape, head_dim=32)
     elif name == "qwen2":
         config = Qwen2Config(**{**shape, "num_attention_heads": 2, "num_key_value_heads": 1})
+    elif name in WINDOWS:
+        config = AutoConfig.for_model(**{**shape, **_WINDOWED[name]}, sliding_window=WINDOWS[name], head_dim=32)
     elif name in IMAGE_MODELS:
         return _make_image_model(name, folder)
     else:

@@ -109,12 +109,21 @@ class DenseReference:
         """[num_rows, V]: log-probabilities after each of the last tokens of a layout."""
         rows = DenseRows.of(layout)
         module = self._module
-        mask = torch.zeros(rows.mask.shape, dtype=module.dtype).masked_fill(~rows.mask, torch.finfo(module.dtype).min)
+        config = module.config.get_text_config()
+        mask: Any = _added(rows.mask, module.dtype)
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            is_near = rows.positions[:, None] - rows.positions < config.sliding_window
+            mask = {"full_attention": mask, "sliding_attention": _added(rows.mask & is_near, module.dtype)}
         logits = module(
-            rows.token_ids[None], position_ids=rows.positions[None], attention_mask=mask[None, None], use_cache=False
+            rows.token_ids[None], position_ids=rows.positions[None], attention_mask=mask, use_cache=False
         ).logits
         found: Tensor = logits[0, -num_rows:].float().log_softmax(-1)
         return found
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """[1, 1, T, T]: what is added to scores."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)[None, None]
 
 
 def distance(reference: Tensor, answered: Sequence[dict[int, float]]) -> float:

@@ -69,16 +69,17 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
             "prefix caching is off, and chunks are kept there; start vLLM with --enable-prefix-caching",
         )
     if len(groups) != 1:
-        return Bypass(
-            "cache_groups",
-            f"the model's layers are in {len(groups)} groups of KV cache (sliding windows or recurrent state)",
+        kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+        way_out = (
+            "sliding windows); start vLLM with --disable-hybrid-kv-cache-manager, and every layer keeps all tokens"
+            if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
+            else "sliding windows or recurrent state)"
         )
+        return Bypass("cache_groups", f"the model's layers are in {len(groups)} groups of KV cache ({way_out}")
     kind = type(groups[0].kv_cache_spec).__name__
-    if getattr(groups[0].kv_cache_spec, "sliding_window", None) or kind not in (
-        "FullAttentionSpec",
-        "MLAAttentionSpec",
-        "AscendMLAAttentionSpec",
-    ):
+    has_windows = bool(getattr(groups[0].kv_cache_spec, "sliding_window", None))
+    # full attention with a window: a layer that sees the last tokens, and keeps all
+    if kind != "FullAttentionSpec" and (has_windows or kind not in ("MLAAttentionSpec", "AscendMLAAttentionSpec")):
         return Bypass(
             "cache_kind", f"the model's KV cache is of kind {kind}; chunks can be moved in full attention only"
         )

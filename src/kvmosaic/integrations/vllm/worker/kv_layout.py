@@ -13,7 +13,7 @@ from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, find_key_rotation
 from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
-from kvmosaic.integrations.vllm.worker.modules import ModuleTree, require_attention
+from kvmosaic.integrations.vllm.worker.modules import ModuleTree, require_attention, window_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,6 +26,8 @@ class LayerPlace:
     layout: KeyValueLayout
     rotation: KeyRotation | None
     """Layers with equal rotations share one; None: keys of this layer do not depend on their position."""
+    window: int = 0
+    """How many tokens a token sees, itself among them, counted in its request; 0: all before it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +66,7 @@ class KVLayout:
             layer = layers.get(name)
             if layer is None:
                 raise NotMovable(f"the cache {name} belongs to no attention layer")
-            require_attention(name, layer)
+            require_attention(name, layer, keeps_every_token=_keeps_every_token(kv_cache_config))
             layout = find_layout(name, layer, kv_cache)
             rotation = None
             rotary = tree.rotary(name, layer)
@@ -74,7 +76,7 @@ class KVLayout:
                 if getattr(layout, "is_sorted_apart", False):
                     rotation = replace(rotation, layout="half")
                 rotation = turnings.setdefault((id(rotary), rotation.first), rotation)
-            places.append(LayerPlace(name, layer, layout, rotation))
+            places.append(LayerPlace(name, layer, layout, rotation, window_of(layer)))
         if not turnings:
             raise NotMovable(
                 "no layer has a rotary embedding of vLLM's: positions are learned, or keys are turned where it is not "
@@ -152,6 +154,13 @@ def _block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     if len(groups) != 1:
         raise NotMovable(f"the layers are in {len(groups)} groups with blocks of their own; only one can be moved")
     return int(groups[0].kv_cache_spec.block_size)
+
+
+def _keeps_every_token(kv_cache_config: Any) -> bool:
+    """Whether no block is freed since a window has left it: vLLM then calls all layers full attention."""
+    if kv_cache_config is None:
+        return True
+    return all(type(group.kv_cache_spec).__name__ == "FullAttentionSpec" for group in kv_cache_config.kv_cache_groups)
 
 
 def _require_whole_tokens(vllm_config: Any) -> None:

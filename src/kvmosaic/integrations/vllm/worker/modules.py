@@ -74,9 +74,20 @@ class ModuleTree:
         return None
 
 
+_ROTATED_WITHOUT_WINDOW = ("v1", "force_rope", "apply_rope_all_layers")
+"""Attributes of attention modules: whether layers without a window are rotated as well."""
+
+
 def _is_unused(module: nn.Module) -> bool:
     """Whether a module declares that its keys are not rotated, though it may have a rotary embedding."""
-    return getattr(module, "use_rope", None) is False or getattr(module, "nope", None) is True
+    if getattr(module, "use_rope", None) is False or getattr(module, "nope", None) is True:
+        return True
+    if getattr(module, "is_local_attention", None) is False:
+        return True
+    # a family whose layers without a window have no positions, unless this attribute says otherwise
+    return not getattr(module, "sliding_window", None) and any(
+        getattr(module, name, None) is False for name in _ROTATED_WITHOUT_WINDOW
+    )
 
 
 def _rotaries(module: nn.Module) -> Iterable[Any]:
@@ -89,8 +100,20 @@ def _rotaries(module: nn.Module) -> Iterable[Any]:
             yield child
 
 
-def require_attention(layer_name: str, layer: Any) -> None:
-    """Raises `NotMovable` unless the layer is ordinary attention, in which every token sees all before it."""
+def window_of(layer: Any) -> int:
+    """How many tokens a token of this layer sees, itself among them; 0: all before it."""
+    window = getattr(layer, "sliding_window", None)
+    return 0 if window is None or window < 0 else int(window)
+
+
+def require_attention(layer_name: str, layer: Any, *, keeps_every_token: bool = True) -> None:
+    """Raises `NotMovable` unless the layer is ordinary attention, in which a token sees those before it.
+
+    Args:
+        layer_name: for the message.
+        layer: vLLM's attention layer.
+        keeps_every_token: whether its cache has the tokens, too, that a window has left.
+    """
     if not hasattr(layer, "head_size") or not hasattr(layer, "impl"):
         raise NotMovable(f"{layer_name} ({type(layer).__name__}) keeps something else than keys and values of tokens")
     kind = type(layer)
@@ -100,7 +123,7 @@ def require_attention(layer_name: str, layer: Any) -> None:
     ):  # sinks before the prompt, windows, pooled blocks: one check each
         raise NotMovable(f"{layer_name} is a {kind.__name__}, whose use of the cache is not known; nothing is moved")
     reasons = {
-        "a window: it does not see all tokens before it": getattr(layer, "sliding_window", None) not in (None, -1),
+        "a window, and a cache without the tokens before it": bool(window_of(layer)) and not keeps_every_token,
         "attention by chunks of positions": getattr(layer, "attention_chunk_size", None) is not None,
         "the cache of another layer": getattr(layer, "kv_sharing_target_layer_name", None) is not None,
         "attention of an encoder": getattr(layer, "attn_type", "decoder") != "decoder",

@@ -116,6 +116,9 @@ def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) ->
     mode = vllm_config.compilation_config.cudagraph_mode
     reasons = {
         f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
+        "layers with windows count the tokens that they see, not positions": any(
+            getattr(group.kv_cache_spec, "sliding_window", None) for group in groups
+        ),
         'full CUDA graphs call no module: start with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'': (
             mode is not None and mode.has_full_cudagraphs()
         ),

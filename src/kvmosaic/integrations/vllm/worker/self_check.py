@@ -20,7 +20,14 @@ from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
 from kvmosaic.integrations.vllm.worker.trial.attention_trial import AttentionTrial
 from kvmosaic.integrations.vllm.worker.trial.caches import cache_trouble, clear
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial, RecordedCall, outputs
-from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, NUM_TOKENS, TrialPlan, far_positions, trial_tokens
+from kvmosaic.integrations.vllm.worker.trial.plan import (
+    HEAD_TOKENS,
+    MAX_CONTEXT,
+    NUM_TOKENS,
+    TrialPlan,
+    far_positions,
+    trial_tokens,
+)
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
 from kvmosaic.integrations.vllm.worker.trial.units import units
 
@@ -95,13 +102,15 @@ def check_attention(places: KVLayout, nested: ExtraForward) -> str:
 
 def _plan(places: KVLayout, nested: ExtraForward) -> TrialPlan | str:
     length = min([nested.max_length, *(place.rotation.num_positions for place in places.layers if place.rotation)])
+    windows = {place.window for place in places.layers if place.window}
     num_tokens = min(NUM_TOKENS, nested.max_tokens, length - 1)
     last = length - min(HEAD_TOKENS, num_tokens) - 1
     if num_tokens < 4 or last < 1:
         return f"prompts of at most {nested.max_length} tokens are too short for the check at start"
     return TrialPlan.of(
         trial_tokens(nested.model_config, num_tokens),
-        far_positions(last),
+        far_positions(last, windows),
+        context=max(MAX_CONTEXT, *windows, 0),
         block_size=places.block_size,
         num_blocks=min(places.num_blocks, nested.num_blocks),
         max_runs=min(nested.max_runs, nested.max_tokens // HEAD_TOKENS),

@@ -110,7 +110,8 @@ def attention_error(places: KVLayout, place: LayerPlace, run: RepairedRun, seen:
     scores = queries @ keys.transpose(1, 2) * scale
     if cap:
         scores = cap * (scores / cap).tanh()
-    seen_by = torch.arange(end, device=keys.device) <= torch.arange(run.start, end, device=keys.device)[:, None]
+    behind = torch.arange(run.start, end, device=keys.device)[:, None] - torch.arange(end, device=keys.device)
+    seen_by = (behind >= 0) & (behind < (place.window or end))
     scores = scores.masked_fill(~seen_by, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, num_tokens, 1)], -1)

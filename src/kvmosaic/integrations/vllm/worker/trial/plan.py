@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ HEAD_TOKENS = 17
 """Tokens of the runs at many positions."""
 TAIL_TOKENS = 64
 MAX_CONTEXT = 1024
-"""Max position up to which a run also has as many tokens before it."""
+"""Max position up to which a run also has as many tokens before it; more where a layer has a longer window."""
 POSITIONS = (1, 7, 37, 64, 129, 300, 500, 700, 1000, 1800, 3000, 4200, 6000, 9000, 17_000, 33_000, 66_000, 131_000)
 
 
@@ -24,7 +25,7 @@ class TrialPlan:
     text      0 ───────────────────────────────────────── T       at position 0
     tail                              start ───────────── T       the same tokens in the same blocks, computed later
     head      0 ─── h                                             at position 0, and at many others:
-              position p    up to p = 1024    │ the text's first block, again and again │ . . . head │
+              position p    up to `context`   │ the text's first block, again and again │ . . . head │
                             further out       │ head │
     moved                                                         the first head's keys and values, for position p
     after     one more token after a moved head
@@ -36,6 +37,8 @@ class TrialPlan:
     """The first token of the tail."""
     positions: tuple[int, ...]
     """Positions of the heads; the first is 0."""
+    context: int
+    """The last position with as many tokens before it."""
     block_size: int
     text_blocks: tuple[int, ...]
     first_blocks: tuple[int, ...]
@@ -46,7 +49,14 @@ class TrialPlan:
 
     @classmethod
     def of(
-        cls, tokens: tuple[int, ...], positions: tuple[int, ...], *, block_size: int, num_blocks: int, max_runs: int
+        cls,
+        tokens: tuple[int, ...],
+        positions: tuple[int, ...],
+        *,
+        block_size: int,
+        num_blocks: int,
+        max_runs: int,
+        context: int = MAX_CONTEXT,
     ) -> TrialPlan | str:
         """A plan for these tokens, or why a cache of `num_blocks` blocks has no room for it."""
         head, tail = min(HEAD_TOKENS, len(tokens)), len(tokens) - min(TAIL_TOKENS, len(tokens) // 3)
@@ -66,6 +76,7 @@ class TrialPlan:
             head=head,
             tail=tail,
             positions=positions,
+            context=context,
             block_size=block_size,
             text_blocks=take(of_text),
             first_blocks=take(of_head),
@@ -105,7 +116,7 @@ class TrialPlan:
     @property
     def moved_head(self) -> RepairedRun:
         """The head with the most tokens before it."""
-        position = max(position for position in self.positions if position <= MAX_CONTEXT)
+        position = max(position for position in self.positions if position <= self.context)
         return self._head(self.head_blocks[0], position)
 
     def move_to(self, run: RepairedRun) -> Move:
@@ -119,16 +130,22 @@ class TrialPlan:
         return RepairedRun(blocks, run.start + self.head, self.tokens[after : after + 1], run.position + self.head)
 
     def _head(self, blocks: tuple[int, ...], position: int) -> RepairedRun:
-        start = position if position <= MAX_CONTEXT else 0
+        start = position if position <= self.context else 0
         return RepairedRun((*self._context(start), *blocks), start, self.tokens[: self.head], position)
 
     def _context(self, start: int) -> tuple[int, ...]:
         return self.text_blocks[:1] * (start // self.block_size)
 
 
-def far_positions(last: int) -> tuple[int, ...]:
-    """Position 0, and others near and far, up to the last one at which a run may begin."""
-    return (0, *sorted({position for position in POSITIONS if position < last} | ({last} if last > 0 else set())))
+def far_positions(last: int, windows: Iterable[int] = ()) -> tuple[int, ...]:
+    """Position 0, and others near and far, up to the last one at which a run may begin.
+
+    Args:
+        last: that one.
+        windows: of the model's layers; around the end of each, a run has tokens that a window has left and others.
+    """
+    ends = {window - HEAD_TOKENS // 2 for window in windows}
+    return (0, *sorted({each for each in {*POSITIONS, *ends} if 0 < each < last} | ({last} if last > 0 else set())))
 
 
 def trial_tokens(model_config: Any, num_tokens: int) -> tuple[int, ...]:
