@@ -42,6 +42,7 @@ from kvmosaic.engine_facts import EngineFacts
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
@@ -151,6 +152,15 @@ class LLM:
         check_tiers(self.tier_config, enable_chunk_cache)
         adapters = adapter_folders(adapter)
         found = find_profile(profile_place(model), profile if enable_chunk_cache else False)
+        is_profiles_adapter = not adapters and found.adapter is not None and isinstance(model, str | Path)
+        if is_profiles_adapter:
+            assert found.adapter is not None
+            if merge_adapter:
+                raise InvalidConfig(
+                    f"merge_adapter is set, but the adapter in {found.adapter} was measured beside the weights; "
+                    "give it as adapter= and no profile"
+                )
+            adapters = adapter_folders(found.adapter)
         if self.engine_config.num_threads is not None:
             torch.set_num_threads(self.engine_config.num_threads)
         self.model: AnyModel
@@ -180,7 +190,10 @@ class LLM:
                 adapters=adapters,
                 merge_adapter=merge_adapter,
             )
-        used = found.used_for(self.model.fingerprint, self.chunk_cache_config)
+        digest = next((each.digest for each in self.model.adapters.values()), "")
+        used = found.used_for(self.model.fingerprint, self.chunk_cache_config, digest)
+        if is_profiles_adapter and used.profile is None and isinstance(self.model, LoadedModel):
+            self.model = replace(self.model, adapters={})  # it stays in memory, and no prompt is computed by it
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
         if not self.model.is_movable and not self.chunk_cache_config.says("preamble"):
             # after the rest of a system text, documents would be read elsewhere than they are computed

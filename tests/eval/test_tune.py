@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.adapters import random_adapter
 from support.server import ServeCommand
 from support.tiny import save_tiny_model
 from typer.testing import CliRunner
@@ -24,7 +25,9 @@ from kvmosaic.eval.measure import EvalModel
 from kvmosaic.eval.scores import score
 from kvmosaic.eval.tune import Tuning, tune
 from kvmosaic.eval.tuner import goal_of
-from kvmosaic.eval.variants import variants
+from kvmosaic.eval.variants import FULL, Variant, variants
+from kvmosaic.model import load_model
+from kvmosaic.model.lora import write_adapter
 from kvmosaic.prompt import Document
 from kvmosaic.tuned_settings import PROFILE_NAME, read_profile
 
@@ -89,6 +92,23 @@ def test_a_model_is_asked_and_opened_as_its_profile_says(
     assert "kvmosaic_profile.json of" in shown.stderr and "full:" in shown.stdout, shown.output
     shown = CliRunner().invoke(app, [*asked, "--dtype", "float32", "--profile", "none"])
     assert shown.stderr == "" and "full:" not in shown.stdout, shown.output
+
+
+def test_a_profile_names_the_adapter_that_it_was_measured_with(
+    model: Path, cases: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = shutil.copytree(model, tmp_path / "model")
+    adapter = random_adapter(load_model(model, dtype="float32").module)
+    write_adapter(adapter, copied / "near", "tiny")
+    ways = (FULL, Variant("sequential", "system", "none", "near"))
+    opening = EvalModel(str(copied), **SMALL, adapter=(str(copied / "near"),))
+    assert tune(Tuning(opening, cases, ways, goal_of(0.02), seed=3, is_best_effort=True))
+    assert "none + near" in capsys.readouterr().out
+    profile = read_profile(copied / PROFILE_NAME)
+    assert (profile.adapter, profile.adapter_digest) == ("near", adapter.digest)
+    moved = copied.rename(tmp_path / "elsewhere")
+    with LLM(moved, dtype="float32", self_check=False) as llm:
+        assert llm.profile == profile and list(llm.model.adapters) == ["near"]
 
 
 def test_nothing_is_written_if_nothing_is_good_enough_unless_that_is_wanted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.adapters import random_adapter
 from support.tiny import save_tiny_model
 
-from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidConfig, InvalidProfile
+from kvmosaic.model import load_model
+from kvmosaic.model.lora import write_adapter
 from kvmosaic.repair import DEFAULT_REPAIR
 from kvmosaic.tuned_settings import PROFILE_NAME, Goal, Profile, ProfileChoice, TaskResult, write_profile
 
@@ -171,3 +175,70 @@ def test_a_config_knows_which_of_its_fields_somebody_said_also_when_it_is_change
     assert {name for name in FIELDS if config.says(name)} == names
     defaults = dict(zip(FIELDS, DEFAULTS, strict=True))
     assert config == ChunkCacheConfig(chunk_cache_size="1MiB", **{**defaults, **said})
+
+
+@pytest.fixture
+def with_adapter(folder: Path, measured: Profile) -> Iterator[Profile]:
+    """The profile next to the model, measured with an adapter in a folder beside it; both there for one test."""
+    adapter = random_adapter(load_model(folder, dtype="float32").module)
+    write_adapter(adapter, folder / "adapters" / "mine", "tiny")
+    profile = replace(measured, adapter="adapters/mine", adapter_digest=adapter.digest)
+    write_profile(profile, folder / PROFILE_NAME)
+    yield profile
+    shutil.rmtree(folder / "adapters")
+    (folder / PROFILE_NAME).unlink()
+
+
+def answer(llm: LLM) -> object:
+    """Greedy tokens and their log-probabilities over a document."""
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    prompt = Prompt.from_tokens((5, 6), [(7, 8, 9, 10)], (11, 12))
+    return llm.generate(prompt, params, position_strategy="sequential")[0].outputs[0]
+
+
+def test_a_profile_with_an_adapter_has_prompts_with_documents_computed_by_it(
+    folder: Path, with_adapter: Profile
+) -> None:
+    with opened(folder) as followed, opened(folder, False) as base:
+        named = LLM(folder, dtype="float32", adapter=folder / "adapters" / "mine", profile=False, self_check=False)
+        assert followed.profile == with_adapter and "adapter adapters/mine" in followed.profile_note
+        settings = {"chunk_cache_config": followed.chunk_cache_config, "engine_config": SMALL}
+        with named, LLM(folder, dtype="float32", adapter=folder / "adapters" / "mine", **settings) as same:
+            assert answer(followed) == answer(same) != answer(base)
+            assert same.profile == with_adapter, "the same adapter, given by name"
+    assert settings_of(followed) == MEASURED
+
+
+def test_a_profile_is_not_followed_with_another_adapter_than_its_own(
+    folder: Path, with_adapter: Profile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = random_adapter(load_model(folder, dtype="float32").module, seed=1)
+    write_adapter(other, tmp_path / "other", "tiny")
+    with LLM(folder, dtype="float32", adapter=tmp_path / "other", engine_config=SMALL, self_check=False) as llm:
+        assert llm.profile is None and other.digest[:12] in llm.profile_note
+    write_adapter(other, folder / "adapters" / "mine", "tiny")
+    with opened(folder) as changed, opened(folder, False) as base:
+        assert changed.profile is None and "tune again" in changed.profile_note
+        assert answer(changed) == answer(base), "an adapter that nobody measured computes nothing"
+    with pytest.raises(InvalidProfile, match="was made with the adapter"):
+        opened(folder, profile=folder / PROFILE_NAME)
+    shutil.rmtree(folder / "adapters" / "mine")
+    with opened(folder) as missing:
+        assert missing.profile is None and "which is not there" in missing.profile_note
+    (folder / "adapters").mkdir(exist_ok=True)
+
+
+def test_an_adapter_is_not_used_where_its_profile_is_for_another_type(folder: Path, with_adapter: Profile) -> None:
+    with opened(folder, dtype="float64") as llm, opened(folder, False, dtype="float64") as base:
+        assert llm.profile is None and answer(llm) == answer(base)
+
+
+def test_the_adapter_of_a_profile_is_not_merged(folder: Path, with_adapter: Profile) -> None:
+    with pytest.raises(InvalidConfig, match="measured beside the weights"):
+        LLM(folder, dtype="float32", merge_adapter=True, engine_config=SMALL)
+
+
+def test_a_profile_of_a_base_model_is_not_followed_with_an_adapter(folder: Path, profile: Path, tmp_path: Path) -> None:
+    write_adapter(random_adapter(load_model(folder, dtype="float32").module), tmp_path / "mine", "tiny")
+    with LLM(folder, dtype="float32", adapter=tmp_path / "mine", engine_config=SMALL, self_check=False) as llm:
+        assert llm.profile is None and "made with no adapter" in llm.profile_note

@@ -29,6 +29,12 @@ PROFILE = Profile(
 )
 shares = st.floats(0, 1)
 maybe = st.none() | shares
+ADAPTERS = st.fixed_dictionaries(
+    {
+        "adapter": st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=40),
+        "adapter_digest": st.text("0123456789abcdef", min_size=64, max_size=64),
+    }
+)
 profiles = st.builds(
     Profile,
     model=st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=40),
@@ -45,7 +51,7 @@ profiles = st.builds(
         min_size=1,
         max_size=4,
     ).map(tuple),
-)
+).flatmap(lambda profile: st.just(profile) | ADAPTERS.map(lambda fields: replace(profile, **fields)))
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -114,7 +120,10 @@ def test_one_wrong_field_is_noticed(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        ("kvmosaic_profile", 3, "its format kvmosaic_profile is 3, and this version reads 1 and 2; tune again"),
+        ("kvmosaic_profile", 4, "its format kvmosaic_profile is 4, and this version reads 1, 2, 3; tune again"),
+        ("adapter", {"folder": "mine"}, "adapter.digest is missing"),
+        ("adapter", {"folder": "", "digest": "0" * 64}, "adapter.folder is ''"),
+        ("adapter", "mine", "adapter must be a JSON object, got 'mine'"),
         ("kvmosaic_profile", ..., "kvmosaic_profile is missing"),
         ("repair", "most", "repair: repair is 'most'; choose one of none"),
         ("repair", "query(2)", "repair: query(fraction) computes this share"),

@@ -53,7 +53,6 @@ TASKS_HELP = (
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
 _LOADING = "dtype device num_threads quantization engine kv_cache_dtype"
-OpenedModel = Annotated[ModelOptions, Takes(_LOADING)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +249,7 @@ class ProfileOptions:
 
 @grouped
 def tune_command(
-    opening: OpenedModel,
+    opening: Annotated[ModelOptions, Takes(f"{_LOADING} adapter")],
     goal: GoalOptions,
     asked: QuestionOptions,
     target: ProfileOptions,
@@ -281,14 +280,16 @@ def tune_command(
     from kvmosaic.repair import repair_policy
 
     repairs = LADDER if repair is None else parts_of("--repair", repair)
-    chosen = variants(repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts))
+    model = eval_model(opening, capacity)
+    chosen = variants(
+        repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts), model.adapter_names
+    )
     found = asked.cases(tasks, ("two-hop", "story"), 64 if cases is None and not asked.is_own else cases)
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
 
     from kvmosaic.eval.tune import Tuning, tune
 
-    model = eval_model(opening, capacity)
     if not tune(
         Tuning(model, found, chosen, aim, asked.seed, target.profile, target.best_effort, with_full, resume),
         as_json=as_json,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.assembly import profile_place
+from kvmosaic.assembly import adapter_folders, profile_place
 from kvmosaic.console.text import duration_text, printable
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
@@ -58,7 +58,7 @@ def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
     measured = measure(tuning.opening, tuning.cases, tuning.ways, notices, log=tuning.log, is_scored=is_scored)
     rows = measured.evaluation.rows
     tuned = choose(rows, tuning.goal, with_full=tuning.with_full)
-    profile = _profile(tuning, measured, tuned)
+    profile = _profile(tuning, measured, tuned, place)
     is_written = tuned.is_reached or tuning.is_best_effort
     if is_written:
         write_profile(profile, place)
@@ -136,8 +136,9 @@ def _place(tuning: Tuning) -> Path:
     return place
 
 
-def _profile(tuning: Tuning, measured: Measured, tuned: Tuned) -> Profile:
+def _profile(tuning: Tuning, measured: Measured, tuned: Tuned, place: Path) -> Profile:
     way = tuned.chosen.way
+    folder = adapter_folders(tuning.opening.adapter)[way.adapter] if way.adapter else None
     rows = [row for row in measured.evaluation.rows if row.way == way]
     return Profile(
         model=printable(tuning.opening.name),
@@ -161,7 +162,15 @@ def _profile(tuning: Tuning, measured: Measured, tuned: Tuned) -> Profile:
             )
             for row in rows
         ),
+        adapter="" if folder is None else _seen_from(place.parent, folder),
+        adapter_digest=measured.model.adapters[way.adapter].digest if way.adapter else "",
     )
+
+
+def _seen_from(folder: Path, adapter: Path) -> str:
+    """The adapter's folder relative to another one that contains it, so that both can be moved; else absolute."""
+    path, base = adapter.expanduser().resolve(), folder.resolve()
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
 def _fields(measured: Measured, profile: Profile, said: list[str], place: Path | None) -> dict[str, Any]:

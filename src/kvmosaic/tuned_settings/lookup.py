@@ -103,11 +103,23 @@ class FoundProfile:
     is_named: bool = False
     """This file was requested by name, so a failure to use it is an error."""
 
-    def used_for(self, fingerprint: str, config: ChunkCacheConfig) -> ProfileUse:
+    @property
+    def adapter(self) -> Path | None:
+        """Folder of the adapter that it was measured with; None: the base model, or it is not followed."""
+        if self.path is None or self.profile is None or not self.profile.adapter:
+            return None
+        return self.path.parent / Path(self.profile.adapter).expanduser()
+
+    def used_for(self, fingerprint: str, config: ChunkCacheConfig, adapter_digest: str = "") -> ProfileUse:
         """Applies it, if it is for this model.
 
+        Args:
+            fingerprint: of the model.
+            config: what the caller set.
+            adapter_digest: of the adapter that computes prompts with documents; empty: the base model does.
+
         Raises:
-            InvalidProfile: the caller named a file that is for another model.
+            InvalidProfile: the caller named a file that is for another model or adapter.
         """
         if self.path is None:
             return ProfileUse(config)
@@ -118,12 +130,22 @@ class FoundProfile:
                 f"{self.path} was made for another model, dtype or quantization ({self.profile.model}, "
                 f"{self.profile.fingerprint[:12]}; this one is {fingerprint[:12]}); tune again"
             )
-            if self.is_named:
-                raise InvalidProfile(why)
-            return self._ignored(config, why)
+            return self._refused(config, why)
+        if self.profile.adapter_digest != adapter_digest:
+            made, now = (f"the adapter {each[:12]}" if each else "no adapter" for each in self._digests(adapter_digest))
+            return self._refused(config, f"{self.path} was made with {made}, and this model has {now}; tune again")
         note = _told(self.path, self.profile, config)
         logger.info("%s", note)
         return ProfileUse(self.profile.applied_to(config), self.profile, note)
+
+    def _digests(self, adapter_digest: str) -> tuple[str, str]:
+        assert self.profile is not None
+        return self.profile.adapter_digest, adapter_digest
+
+    def _refused(self, config: ChunkCacheConfig, why: str) -> ProfileUse:
+        if self.is_named:
+            raise InvalidProfile(why)
+        return self._ignored(config, why)
 
     def _ignored(self, config: ChunkCacheConfig, why: str) -> ProfileUse:
         note = f"the model's profile is not followed: {why}"
@@ -148,21 +170,32 @@ def find_profile(place: Path | None, choice: ProfileChoice) -> FoundProfile:
         return FoundProfile()
     if not isinstance(choice, bool):
         path = Path(choice).expanduser()
-        return FoundProfile(path, read_profile(path), is_named=True)
+        return _with_adapter(FoundProfile(path, read_profile(path), is_named=True))
     assert place is not None
     if not place.exists():
         return FoundProfile()
     try:
-        return FoundProfile(place, read_profile(place))
+        return _with_adapter(FoundProfile(place, read_profile(place)))
     except InvalidProfile as error:
         return FoundProfile(place, trouble=str(error))
+
+
+def _with_adapter(found: FoundProfile) -> FoundProfile:
+    """The same, once its adapter's folder is seen to exist."""
+    if found.adapter is not None and not found.adapter.is_dir():
+        raise InvalidProfile(
+            f"{found.path} was made with the adapter in {found.adapter}, which is not there; put it there, or tune "
+            "again"
+        )
+    return found
 
 
 def _told(path: Path, profile: Profile, config: ChunkCacheConfig) -> str:
     """The sentence about an applied profile."""
     text = (
         f"{path.name} of {profile.date} is followed: {profile.position_strategy} positions, documents saw: "
-        f"{profile.chunk_context}, repair {profile.repair}; {profile.reached}"
+        f"{profile.chunk_context}, repair {profile.repair}"
+        f"{f', adapter {profile.adapter}' if profile.adapter else ''}; {profile.reached}"
     )
     if overruled := profile.overruled_by(config):
         kept = ", ".join(f"{name}={str(getattr(config, name))!r}" for name in overruled)

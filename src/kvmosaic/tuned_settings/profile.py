@@ -16,9 +16,9 @@ from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import repair_policy
 
 Choice = TypeVar("Choice", bound=str)
-FORMAT = 2
-READABLE_FORMATS = (1, 2)
-"""Format 1 has accuracies only, without divergence, agreement and loss."""
+FORMAT = 3
+READABLE_FORMATS = (1, 2, 3)
+"""Format 1 has accuracies only, without divergence, agreement and loss; format 2 no adapter."""
 FORMAT_FIELD = "kvmosaic_profile"
 SETTINGS = ("position_strategy", "chunk_context", "repair")
 """Fields of `ChunkCacheConfig` that a profile sets unless the caller did."""
@@ -28,6 +28,7 @@ MAX_WORK = 100.0
 """Upper bound: repairing may cost more than computing all documents once, though that is never useful."""
 MAX_NAME_CHARACTERS = 4_096
 MAX_NATS = 1e6
+_DIGEST = ("[0-9a-f]{64}", "64 hexadecimal digits")
 
 
 class Fields:
@@ -47,7 +48,7 @@ class Fields:
         """Checks the version of the format."""
         found = self._take(name)
         if found not in known or isinstance(found, bool):
-            versions = " and ".join(map(str, known))
+            versions = ", ".join(map(str, known))
             raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {versions}; tune again")
 
     def text(self, name: str, most: int) -> str:
@@ -112,6 +113,10 @@ class Fields:
     def inner(self, name: str) -> Fields:
         """An object within this one."""
         return Fields(self._take(name), f"{self._place}{name}.")
+
+    def inner_if_known(self, name: str) -> Fields | None:
+        """An object within this one; None if the field is missing."""
+        return self.inner(name) if name in self._content else None
 
     def several(self, name: str, most: int) -> list[Fields]:
         """A list of objects, at least one."""
@@ -198,6 +203,10 @@ class Profile:
     work: float
     """Mean work of choosing and repairing; 1 is the cost of computing all documents once."""
     tasks: tuple[TaskResult, ...]
+    adapter: str = ""
+    """Folder of the adapter that it was measured with, as seen from the profile's folder; empty: the base model."""
+    adapter_digest: str = ""
+    """SHA-256 (hex) of that adapter's content."""
 
     @property
     def ratio(self) -> float | None:
@@ -232,9 +241,10 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
         return {
-            FORMAT_FIELD: FORMAT,
+            FORMAT_FIELD: FORMAT if self.adapter else FORMAT - 1,  # earlier versions read the rest
             "model": self.model,
             "fingerprint": self.fingerprint,
+            **({"adapter": {"folder": self.adapter, "digest": self.adapter_digest}} if self.adapter else {}),
             **{name: getattr(self, name) for name in SETTINGS},
             "goal": asdict(self.goal),
             "measured": {
@@ -255,9 +265,10 @@ class Profile:
         fields = Fields(content)
         fields.version(FORMAT_FIELD, READABLE_FORMATS)
         goal, measured = fields.inner("goal"), fields.inner("measured")
+        adapter = fields.inner_if_known("adapter")
         profile = cls(
             model=fields.text("model", MAX_NAME_CHARACTERS),
-            fingerprint=fields.matching("fingerprint", "[0-9a-f]{64}", "64 hexadecimal digits"),
+            fingerprint=fields.matching("fingerprint", *_DIGEST),
             position_strategy=fields.choice("position_strategy", strategy_names(offsets=False)),
             chunk_context=fields.choice("chunk_context", get_args(ChunkContext)),
             repair=fields.read("repair", lambda text: str(repair_policy(text))),
@@ -274,8 +285,10 @@ class Profile:
             seed=measured.whole("seed", -(2**63), 2**63 - 1),
             work=measured.number("work", 0, MAX_WORK),
             tasks=tuple(_task(task) for task in measured.several("tasks", MAX_TASKS)),
+            adapter=adapter.text("folder", MAX_NAME_CHARACTERS) if adapter else "",
+            adapter_digest=adapter.matching("digest", *_DIGEST) if adapter else "",
         )
-        for part in (fields, goal, measured):
+        for part in (fields, goal, measured, *([adapter] if adapter else [])):
             part.end()
         return profile
 

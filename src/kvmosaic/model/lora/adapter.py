@@ -127,11 +127,11 @@ def read_adapter(folder: str | Path) -> LoraAdapter:
 
 
 def write_adapter(adapter: LoraAdapter, folder: Path, base_model: str) -> None:
-    """Writes an adapter as PEFT does, so that PEFT, vLLM and others read it. The folder must exist.
+    """Writes an adapter as PEFT does, so that PEFT, vLLM and others read it.
 
     Args:
         adapter: with one rank and one scale for all layers.
-        folder: where the files go; existing ones are replaced, each at once.
+        folder: where the files go; it is made where it is missing, existing files are replaced, each at once.
         base_model: name of the model for `base_model_name_or_path`.
     """
     ranks = {layer.down.shape[0] for layer in adapter.layers.values()}
@@ -142,6 +142,7 @@ def write_adapter(adapter: LoraAdapter, folder: Path, base_model: str) -> None:
     for name, layer in adapter.layers.items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = layer.down.detach().contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = layer.up.detach().contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{WEIGHTS_NAME}"
     save_file(tensors, draft, {"format": "pt"})
     draft.replace(folder / WEIGHTS_NAME)
