@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import PeftConfig
 from support.families import build
 from support.tokenizers import CHATML, make_tokenizer
@@ -191,3 +194,50 @@ def test_too_little_to_learn_from_is_refused(tmp_path: Path) -> None:
         Corpus(few, (Question("What?"),)).split(0.2, 0)
     with pytest.raises(InvalidConfig, match="no linear layer called nothing"):
         Trainer(model_of(), corpus(), replace(SETTINGS, targets=("nothing",)), tmp_path)
+
+
+def test_documents_of_a_case_that_belong_together_are_read_in_their_order(tmp_path: Path) -> None:
+    cases = [
+        Case(
+            f"case-{number}", "story", f"Where is it {number}?", (), documents, f"System {number}.", piece_tokens=pieces
+        )
+        for number in range(12)
+        for documents in [tuple(Document(f"Part {part} of {number}, which is long enough.") for part in range(3))]
+        for pieces in [7 if number % 3 == 0 else None]
+    ]
+    found = Corpus.of_cases(cases, lambda _: True)
+    learned, held = found.split(0.25, 0)
+    assert {each.text for each in learned.documents}.isdisjoint(each.text for each in held.documents)
+    assert len(learned.questions) + len(held.questions) == 12, "no question has documents on both sides"
+    assert held.keeps_documents and len(held.documents) == 3 * len(held.questions)
+    assert [learned.draw(Random(number), 5, 4) for number in range(40)] == [
+        [learned.questions[Random(number).randrange(len(learned.questions))].case] for number in range(40)
+    ]
+    result = Trainer(model_of(), found, replace(SETTINGS, steps=2, evaluate_every=2), tmp_path).train()
+    assert result.history[-1].num_tokens > 0
+
+
+@given(
+    count=st.integers(17, 60),
+    share=st.floats(0.05, 0.9),
+    needs=st.lists(st.lists(st.integers(0, 8), max_size=3, unique=True), min_size=1, max_size=20),
+    seed=st.integers(0, 5),
+)
+def test_a_split_parts_documents_and_loses_a_question_only_where_it_must(
+    count: int, share: float, needs: list[list[int]], seed: int
+) -> None:
+    questions = tuple(Question(f"What is {number}?", tuple(each)) for number, each in enumerate(needs))
+    whole = Corpus(tuple(Document(str(number)) for number in range(count)), questions)
+    try:
+        learned, held = whole.split(share, seed)
+    except InvalidConfig as error:
+        assert "no question to learn from" in str(error), "one side has none"
+        return
+    texts = [[each.text for each in part.documents] for part in (learned, held)]
+    assert sorted(texts[0] + texts[1]) == sorted(map(str, range(count))) and min(map(len, texts)) >= 4
+    asked = [each.text for part in (learned, held) for each in part.questions]
+    assert len(asked) == len(set(asked)) == len(needs)
+    for part in (learned, held):
+        for question in part.questions:
+            told = {part.documents[need].text for need in question.needs}
+            assert told == {str(need) for need in needs[int(question.text[8:-1])]}

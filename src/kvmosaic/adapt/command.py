@@ -38,6 +38,13 @@ def adapt_command(
         str,
         typer.Option(metavar="NUMBERS", help="Documents of a prompt, drawn from these numbers, parted by commas."),
     ] = "2,3,3,4,6",
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Our generated tasks, as in kvmosaic eval, in place of documents."),
+    ] = None,
+    cases: Annotated[
+        int | None, typer.Option(min=1, max=100_000, help="Questions of each task, and at most of each file.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
     rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3,
@@ -64,5 +71,5 @@ def adapt_command(
         num_documents=_numbers("--prompt-documents", prompt_documents),
         seed=asked.seed,
     )
-    if not adapt(Adapting(model, asked, settings, output, device, num_threads)):
+    if not adapt(Adapting(model, asked, settings, output, tasks, cases, device, num_threads)):
         raise typer.Exit(1)

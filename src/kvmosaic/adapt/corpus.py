@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvmosaic.adapt.distillation import Lesson
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
+from kvmosaic.eval.case_measurement import prompt_of
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document
 from kvmosaic.sampling import SamplingParams
@@ -25,6 +26,8 @@ class Question:
 
     text: str
     needs: tuple[int, ...] = ()
+    case: Case | None = None
+    """The case that it is from, if its documents belong together: they are read in their order, and no other ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,14 @@ class Corpus:
             raise InvalidConfig("there is no question to learn from; give --questions, or documents with sentences")
 
     @classmethod
-    def of_cases(cls, cases: Iterable[Case]) -> Corpus:
-        """The documents and questions of evaluation cases, each document once. Accepted answers are not used."""
+    def of_cases(cls, cases: Iterable[Case], keeps: Callable[[Case], bool] = lambda _: False) -> Corpus:
+        """The documents and questions of evaluation cases, each document once. Accepted answers are not used.
+
+        Args:
+            cases: the cases.
+            keeps: whether the documents of a case belong together, as those of our tasks do. Otherwise those that a
+                question needs are read among any others.
+        """
         numbers: dict[str, int] = {}
         documents: list[Document] = []
         questions: list[Question] = []
@@ -61,14 +70,23 @@ class Corpus:
                     numbers[document.text] = len(documents)
                     documents.append(document)
                 own.append(numbers[document.text])
-            questions.append(Question(case.question, tuple(own[each] for each in case.needs)))
+            if keeps(case) or case.piece_tokens is not None:
+                questions.append(Question(case.question, tuple(own), case))
+            else:
+                questions.append(Question(case.question, tuple(own[each] for each in case.needs)))
             system = case.system
         return cls(tuple(documents), tuple(questions), system)
+
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether questions keep the documents of their cases."""
+        return any(each.case is not None for each in self.questions)
 
     def split(self, share: float, seed: int) -> tuple[Corpus, Corpus]:
         """Two corpora without a document or a question in common: to learn from, and held out (`share` of it).
 
-        A question without known documents goes where chance puts it.
+        Documents of one question are on one side, unless so few would be left on the other. A question without known
+        documents goes where chance puts it.
         """
         chance = Random(f"{seed}:split")  # noqa: S311 - a draw that can be repeated, and no secret
         count = len(self.documents)
@@ -78,7 +96,13 @@ class Corpus:
                 f"{count} documents are too few: {MIN_DOCUMENTS} are held out, and at least {MIN_DOCUMENTS} are needed "
                 "to learn from"
             )
-        held = frozenset(chance.sample(range(count), num_held))
+        groups = _connected(count, [each.needs for each in self.questions])
+        chance.shuffle(groups)
+        taken: list[int] = []
+        for group in groups:
+            if len(taken) < num_held and len(taken) + len(group) <= count - MIN_DOCUMENTS:
+                taken += group
+        held = frozenset(taken if len(taken) >= MIN_DOCUMENTS else chance.sample(range(count), num_held))
         learned, asked = list[Question](), list[Question]()
         for question in self.questions:
             inside = {each in held for each in question.needs}
@@ -89,34 +113,52 @@ class Corpus:
 
     def _part(self, numbers: Sequence[int], questions: Sequence[Question]) -> Corpus:
         places = {number: place for place, number in enumerate(numbers)}
-        kept = tuple(Question(each.text, tuple(places[need] for need in each.needs)) for each in questions)
+        kept = tuple(replace(each, needs=tuple(places[need] for need in each.needs)) for each in questions)
         return Corpus(tuple(self.documents[number] for number in numbers), kept, self.system)
 
-    def draw(self, chance: Random, num_documents: int, num_questions: int) -> tuple[list[Document], list[str]]:
-        """Documents in the order of a prompt, and questions of which the first is about one of them, if that is known.
+    def draw(self, chance: Random, num_documents: int, num_questions: int) -> list[Case]:
+        """Questions over the same documents, of which the first is about one of them, if that is known.
 
-        The others are about these documents where such are known, else about anything.
+        The others are about these documents where such are known, else about anything. A question that keeps its
+        documents is alone.
         """
         first = chance.choice(self.questions)
+        if first.case is not None:
+            return [first.case]
         num_documents = min(num_documents, len(self.documents))
         numbers = list(first.needs[:num_documents])
         others = [number for number in range(len(self.documents)) if number not in numbers]
         numbers += chance.sample(others, num_documents - len(numbers))
         chance.shuffle(numbers)
-        near = [each for each in self.questions if each is not first and each.needs and set(each.needs) <= set(numbers)]
-        near = near or [each for each in self.questions if each is not first]
+        free = [each for each in self.questions if each is not first and each.case is None]
+        near = [each for each in free if each.needs and set(each.needs) <= set(numbers)] or free
         more = chance.sample(near, min(num_questions - 1, len(near)))
-        return [self.documents[number] for number in numbers], [first.text, *(each.text for each in more)]
+        documents = tuple(self.documents[number] for number in numbers)
+        return [Case("lesson", "adapt", each.text, (), documents, self.system) for each in (first, *more)]
 
 
-def lesson_of(
-    llm: LLM, documents: Sequence[Document], questions: Sequence[str], system: str | None, max_tokens: int
-) -> Lesson:
-    """Questions about the same documents, answered greedily by the model's own full attention."""
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    prompts = [
-        llm.compose([*opening, {"role": "user", "content": question}], documents=documents) for question in questions
-    ]
+def _connected(count: int, parts: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Groups of the numbers 0 to `count` - 1, such that each part lies in one of them."""
+    leaders = list(range(count))
+
+    def leader(number: int) -> int:
+        while leaders[number] != number:
+            leaders[number] = leaders[leaders[number]]
+            number = leaders[number]
+        return number
+
+    for part in parts:
+        for each in part[1:]:
+            leaders[leader(each)] = leader(part[0])
+    groups: dict[int, list[int]] = {}
+    for number in range(count):
+        groups.setdefault(leader(number), []).append(number)
+    return list(groups.values())
+
+
+def lesson_of(llm: LLM, cases: Sequence[Case], max_tokens: int) -> Lesson:
+    """Questions over the same documents, answered greedily by the model's own full attention."""
+    prompts = [prompt_of(llm, case) for case in cases]
     answers = llm.generate(
         [prompt.joined() for prompt in prompts], SamplingParams(temperature=0, max_tokens=max_tokens)
     )

@@ -34,6 +34,8 @@ class Adapting:
     asked: QuestionOptions
     settings: AdaptSettings
     output: Path
+    tasks: str | None = None
+    cases: int | None = None
     device: str = "auto"
     num_threads: int | None = None
 
@@ -51,7 +53,7 @@ def adapt(adapting: Adapting) -> bool:
     with notices.status(f"loading {adapting.model}"):
         name = bundled_reader() if adapting.model == BUNDLED_READER else adapting.model
         model = load_model(name, dtype="float32", device=adapting.device, prepack="never")
-    corpus = _corpus(adapting.asked, model, adapting.settings.seed, notices)
+    corpus = _corpus(adapting, model, notices)
     trainer = Trainer(model, corpus, adapting.settings, adapting.output)
     if trainer.first_step:
         notices.print(f"goes on after step {trainer.first_step}", style="dim")
@@ -71,14 +73,24 @@ def adapt(adapting: Adapting) -> bool:
     return best.divergence < first.divergence
 
 
-def _corpus(asked: QuestionOptions, model: LoadedModel, seed: int, notices: Console) -> Corpus:
+def _corpus(adapting: Adapting, model: LoadedModel, notices: Console) -> Corpus:
+    asked = adapting.asked
+    if adapting.tasks is not None:
+        if asked.is_own:
+            raise InvalidConfig("--tasks are learned alone; leave out --data, --documents and --questions")
+        return Corpus.of_cases(asked.cases(adapting.tasks, (), adapting.cases), lambda _: True)
     if asked.data or asked.questions:
-        return Corpus.of_cases(asked.cases(None, (), None))
+        # where a file does not say which documents a question needs, it needs any of its own
+        return Corpus.of_cases(
+            asked.cases(None, (), adapting.cases), lambda case: not case.needs and asked.questions is None
+        )
     if asked.documents is None:
-        raise InvalidConfig("there is nothing to learn from; give --documents, with or without --questions, or --data")
+        raise InvalidConfig(
+            "there is nothing to learn from; give --documents, with or without --questions, --data, or --tasks"
+        )
     library = Library.read(asked.documents)
     with notices.status(f"the model asks about {len(library.documents)} documents"), LLM(model, profile=False) as llm:
-        questions = invented_questions(llm, library.documents, _INVENTED, seed)
+        questions = invented_questions(llm, library.documents, _INVENTED, asked.seed)
     notices.print(f"{len(questions)} questions by the model itself", style="dim")
     return Corpus(library.documents, tuple(questions), DEFAULT_SYSTEM)
 

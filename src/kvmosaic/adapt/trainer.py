@@ -205,22 +205,27 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for number in range(settings.lessons_per_step):
-            chance = Random(f"{settings.seed}:{self._step}:{number}")  # noqa: S311 - can be repeated, and no secret
-            lesson = self._lesson(self._learned, chance, chance.choice(settings.num_documents), settings.questions)
-            strategy = chance.choice(settings.strategies)
-            losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.weights)
-            (losses.loss / settings.lessons_per_step).backward()  # type: ignore[no-untyped-call]
-            self._num_tokens += losses.num_rows
-            found = losses.divergence
-            self._mean = found if self._mean is None else 0.97 * self._mean + 0.03 * found
+            self._take_lessons(Random(f"{settings.seed}:{self._step}:{number}"))  # noqa: S311 - repeatable, no secret
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._step += 1
 
+    def _take_lessons(self, chance: Random) -> None:
+        """Gradients of one lesson, or of one for each question where questions keep their documents."""
+        settings = self._settings
+        count = settings.questions if self._learned.keeps_documents else 1
+        for _ in range(count):
+            lesson = self._lesson(self._learned, chance, chance.choice(settings.num_documents), settings.questions)
+            strategy = chance.choice(settings.strategies)
+            losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.weights)
+            (losses.loss / count / settings.lessons_per_step).backward()  # type: ignore[no-untyped-call]
+            self._num_tokens += losses.num_rows
+            found = losses.divergence
+            self._mean = found if self._mean is None else 0.97 * self._mean + 0.03 * found
+
     def _lesson(self, corpus: Corpus, chance: Random, num_documents: int, num_questions: int) -> Lesson:
-        documents, questions = corpus.draw(chance, num_documents, num_questions)
-        return lesson_of(self._llm, documents, questions, corpus.system, self._settings.answer_tokens)
+        return lesson_of(self._llm, corpus.draw(chance, num_documents, num_questions), self._settings.answer_tokens)
 
     def _held_out(self) -> list[tuple[Lesson, str]]:
         """Held-out lessons of one question each, the same in every run, and their strategies."""
