@@ -47,6 +47,12 @@ def adapt_command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
     rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
+    targets: Annotated[
+        str, typer.Option(metavar="NAMES", help="Endings of the names of linear layers that are updated.")
+    ] = "q_proj,k_proj,v_proj,o_proj",
+    held_out_lessons: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Lessons of one held-out question each, in every evaluation.")
+    ] = 24,
     learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3,
     device: Annotated[str, option("device")] = "auto",
     num_threads: Threads = None,
@@ -64,6 +70,8 @@ def adapt_command(
 
     settings = AdaptSettings(
         rank=rank,
+        targets=tuple(part.strip() for part in targets.split(",")),
+        held_out_lessons=held_out_lessons,
         learning_rate=learning_rate,
         steps=steps,
         strategies=tuple(part.strip() for part in strategies.split(",")),
