@@ -46,6 +46,9 @@ def adapt_command(
         int | None, typer.Option(min=1, max=100_000, help="Questions of each task, and at most of each file.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
+    lessons_per_step: Annotated[
+        int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
+    ] = 1,
     rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
     targets: Annotated[
         str, typer.Option(metavar="NAMES", help="Endings of the names of linear layers that are updated.")
@@ -74,6 +77,7 @@ def adapt_command(
         held_out_lessons=held_out_lessons,
         learning_rate=learning_rate,
         steps=steps,
+        lessons_per_step=lessons_per_step,
         strategies=tuple(part.strip() for part in strategies.split(",")),
         context=context,  # type: ignore[arg-type]  # checked there
         num_documents=_numbers("--prompt-documents", prompt_documents),

@@ -156,17 +156,19 @@ def _connected(count: int, parts: Iterable[Sequence[int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def lesson_of(llm: LLM, cases: Sequence[Case], max_tokens: int) -> Lesson:
-    """Questions over the same documents, answered greedily by the model's own full attention."""
-    prompts = [prompt_of(llm, case) for case in cases]
-    answers = llm.generate(
-        [prompt.joined() for prompt in prompts], SamplingParams(temperature=0, max_tokens=max_tokens)
-    )
-    return Lesson(
-        prompts[0],
-        tuple(prompt.segments[-1].token_ids or () for prompt in prompts),
-        tuple(tuple(answer.outputs[0].token_ids) for answer in answers),
-    )
+def lessons_of(llm: LLM, groups: Sequence[Sequence[Case]], max_tokens: int) -> list[Lesson]:
+    """A lesson for each group of questions over the same documents, answered by the model's own full attention."""
+    prompts = [[prompt_of(llm, case) for case in cases] for cases in groups]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs = iter(llm.generate([prompt.joined() for group in prompts for prompt in group], params))
+    return [
+        Lesson(
+            group[0],
+            tuple(prompt.segments[-1].token_ids or () for prompt in group),
+            tuple(tuple(next(outputs).outputs[0].token_ids) for _ in group),
+        )
+        for group in prompts
+    ]
 
 
 def invented_questions(llm: LLM, documents: Sequence[Document], each: int, seed: int) -> list[Question]:

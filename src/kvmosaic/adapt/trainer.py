@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kvmosaic.adapt.corpus import Corpus, lesson_of
+from kvmosaic.adapt.corpus import Corpus, lessons_of
 from kvmosaic.adapt.distillation import Lesson, LossWeights, distill
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, NotMovable
@@ -215,8 +215,10 @@ class Trainer:
         """Gradients of one lesson, or of one for each question where questions keep their documents."""
         settings = self._settings
         count = settings.questions if self._learned.keeps_documents else 1
-        for _ in range(count):
-            lesson = self._lesson(self._learned, chance, chance.choice(settings.num_documents), settings.questions)
+        drawn = [
+            self._learned.draw(chance, chance.choice(settings.num_documents), settings.questions) for _ in range(count)
+        ]
+        for lesson in lessons_of(self._llm, drawn, settings.answer_tokens):
             strategy = chance.choice(settings.strategies)
             losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.weights)
             (losses.loss / count / settings.lessons_per_step).backward()  # type: ignore[no-untyped-call]
@@ -224,18 +226,16 @@ class Trainer:
             found = losses.divergence
             self._mean = found if self._mean is None else 0.97 * self._mean + 0.03 * found
 
-    def _lesson(self, corpus: Corpus, chance: Random, num_documents: int, num_questions: int) -> Lesson:
-        return lesson_of(self._llm, corpus.draw(chance, num_documents, num_questions), self._settings.answer_tokens)
-
     def _held_out(self) -> list[tuple[Lesson, str]]:
         """Held-out lessons of one question each, the same in every run, and their strategies."""
-        settings, found = self._settings, []
+        settings, drawn = self._settings, []
         for number in range(settings.held_out_lessons):
             chance = Random(f"{settings.seed}:held out:{number}")  # noqa: S311 - can be repeated, and no secret
-            count = settings.num_documents[number % len(settings.num_documents)]
-            strategy = settings.strategies[number % len(settings.strategies)]
-            found.append((self._lesson(self._held, chance, count, 1), strategy))
-        return found
+            drawn.append(self._held.draw(chance, settings.num_documents[number % len(settings.num_documents)], 1))
+        lessons = lessons_of(self._llm, drawn, settings.answer_tokens)
+        return [
+            (lesson, settings.strategies[number % len(settings.strategies)]) for number, lesson in enumerate(lessons)
+        ]
 
     @torch.no_grad()
     def _evaluate(self, held: Sequence[tuple[Lesson, str]], news: News) -> None:
