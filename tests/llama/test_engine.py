@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from itertools import chain, permutations
 from pathlib import Path
 
@@ -121,6 +122,35 @@ def test_chunks_are_read_and_written_byte_for_byte(cache: str) -> None:
             if tensor is not None and same is not None:
                 assert torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
     engine.close()
+
+
+def test_invariants_are_checked_between_what_threads_of_tiers_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llama_engine(llama_reader())
+    ask(engine, Prompt.from_tokens(list(range(2, 12)), documents(5, 1), QUESTION))
+    (chunk,) = engine.kv_cache.chunks()
+    untag = LlamaContext.untag
+    failures: list[AssertionError] = []
+    checkers: list[threading.Thread] = []
+
+    def check() -> None:
+        try:
+            engine.runner.check_invariants()
+        except AssertionError as error:
+            failures.append(error)
+
+    def checked(self: LlamaContext, *args: int) -> None:
+        """Amid a read, whose sequence belongs to nobody for a moment."""
+        checkers.append(threading.Thread(target=check))
+        checkers[-1].start()
+        checkers[-1].join(0.2)
+        untag(self, *args)
+
+    monkeypatch.setattr(LlamaContext, "untag", checked)
+    reader = threading.Thread(target=engine.runner.storages["chunk_cache"].read_chunk, args=(chunk.block_ids, 4))
+    reader.start()
+    for thread in (reader, *checkers):
+        thread.join()
+    assert not failures
 
 
 @pytest.mark.parametrize("is_at_rest", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,43 +21,61 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
         raise InvalidConfig(f"{name} is {text!r:.80}; give whole numbers, parted by commas") from None
 
 
-@grouped
-def adapt_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a name on the hub, or reader.")],
-    asked: QuestionOptions,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where adapter, report and state go.")],
+@dataclass(frozen=True, slots=True)
+class LessonOptions:
+    """What a lesson is made of."""
+
     strategies: Annotated[
         str,
         typer.Option(
             metavar="NAMES", help="Positions of documents to learn, sequential or shared or both, parted by commas."
         ),
-    ] = "sequential",
+    ] = "sequential"
     context: Annotated[
         str, typer.Option("--chunk-context", metavar="NAME", help="What documents saw: system, lead_in or none.")
-    ] = "system",
+    ] = "system"
     prompt_documents: Annotated[
         str,
         typer.Option(metavar="NUMBERS", help="Documents of a prompt, drawn from these numbers, parted by commas."),
-    ] = "2,3,3,4,6",
+    ] = "2,3,3,4,6"
+    questions_per_lesson: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Questions about the documents of a lesson, which are computed once for all."),
+    ] = 6
+    lessons_per_step: Annotated[
+        int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
+    ] = 1
+    held_out_lessons: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Lessons of one held-out question each, in every evaluation.")
+    ] = 24
     tasks: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Our generated tasks, as in kvmosaic eval, in place of documents."),
-    ] = None,
+    ] = None
     cases: Annotated[
         int | None, typer.Option(min=1, max=100_000, help="Questions of each task, and at most of each file.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400,
-    lessons_per_step: Annotated[
-        int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
-    ] = 1,
-    rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOptions:
+    """What is updated, how far and how often."""
+
+    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400
+    rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16
     targets: Annotated[
         str, typer.Option(metavar="NAMES", help="Endings of the names of linear layers that are updated.")
-    ] = "q_proj,k_proj,v_proj,o_proj",
-    held_out_lessons: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Lessons of one held-out question each, in every evaluation.")
-    ] = 24,
-    learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3,
+    ] = "q_proj,k_proj,v_proj,o_proj"
+    learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3
+
+
+@grouped
+def adapt_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a name on the hub, or reader.")],
+    asked: QuestionOptions,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where adapter, report and state go.")],
+    lessons: LessonOptions,
+    update: UpdateOptions,
     device: Annotated[str, option("device")] = "auto",
     num_threads: Threads = None,
 ) -> None:
@@ -72,16 +91,18 @@ def adapt_command(
     from kvmosaic.adapt.trainer import AdaptSettings
 
     settings = AdaptSettings(
-        rank=rank,
-        targets=tuple(part.strip() for part in targets.split(",")),
-        held_out_lessons=held_out_lessons,
-        learning_rate=learning_rate,
-        steps=steps,
-        lessons_per_step=lessons_per_step,
-        strategies=tuple(part.strip() for part in strategies.split(",")),
-        context=context,  # type: ignore[arg-type]  # checked there
-        num_documents=_numbers("--prompt-documents", prompt_documents),
+        rank=update.rank,
+        targets=tuple(part.strip() for part in update.targets.split(",")),
+        learning_rate=update.learning_rate,
+        steps=update.steps,
+        strategies=tuple(part.strip() for part in lessons.strategies.split(",")),
+        context=lessons.context,  # type: ignore[arg-type]  # checked there
+        num_documents=_numbers("--prompt-documents", lessons.prompt_documents),
+        questions=lessons.questions_per_lesson,
+        lessons_per_step=lessons.lessons_per_step,
+        held_out_lessons=lessons.held_out_lessons,
         seed=asked.seed,
     )
-    if not adapt(Adapting(model, asked, settings, output, tasks, cases, device, num_threads)):
+    adapting = Adapting(model, asked, settings, output, lessons.tasks, lessons.cases, device, num_threads)
+    if not adapt(adapting):
         raise typer.Exit(1)

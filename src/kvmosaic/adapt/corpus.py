@@ -56,8 +56,8 @@ class Corpus:
 
         Args:
             cases: the cases.
-            keeps: whether the documents of a case belong together, as those of our tasks do. Otherwise those that a
-                question needs are read among any others.
+            keeps: whether the documents of a case belong together, as those of our tasks do. Otherwise the documents
+                that a question needs are read among any others.
         """
         numbers: dict[str, int] = {}
         documents: list[Document] = []

@@ -175,7 +175,8 @@ class LlamaRunner:
 
     def check_invariants(self) -> None:
         """Asserts that the cells are consistent; for tests."""
-        self._cells.check_invariants()
+        with self._lock:  # a tier's thread may be about to read a chunk
+            self._cells.check_invariants()
 
     def _slots_of(self, pool: PoolName, block: int) -> range:
         first = self._offsets[pool] + block * self._block_size
