@@ -96,6 +96,7 @@ def document_of(row: AnyRow, content: StoredText, *, drift: float = 0.0) -> Stor
         expires_at=None if row.expires_at is None else row.expires_at + drift,
         num_characters=row.num_characters,
         num_bytes=row.num_bytes,
+        change=row.change,
         hits=row.hits,
         last_used_at=row.last_used_at,
     )

@@ -113,6 +113,8 @@ class StoredDocument:
     """Characters of the text."""
     num_bytes: int
     """Bytes of title and text in UTF-8."""
+    change: int
+    """Number of the tenant's change that wrote it, which orders what processes know of it."""
     hits: int = 0
     """Number of requests that read it."""
     last_used_at: float | None = None

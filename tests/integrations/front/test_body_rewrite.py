@@ -224,7 +224,8 @@ def test_a_stored_document_is_named_by_its_id() -> None:
     front = renderer(CHATML)
     found = rewrite(front, "chat", messages=MESSAGES, documents=[{"id": "stored"}])
     whole = [{"id": "stored", "title": "Its title", "text": "A stored text, which is long enough."}]
-    assert found["kv_transfer_params"]["kvmosaic"].pop("labels") == ["stored [stored 1]"]
+    said = found["kv_transfer_params"]["kvmosaic"]
+    assert (said.pop("labels"), said.pop("changes")) == (["stored [stored 1]"], [1])
     assert found == rewrite(front, "chat", messages=MESSAGES, documents=whole)
     error = told(front, "chat", messages=MESSAGES, documents=[{"id": "other"}])
     assert (error.status, error.code) == (404, "document_not_found")

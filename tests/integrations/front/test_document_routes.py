@@ -32,7 +32,8 @@ def test_a_document_is_stored_and_named_by_its_id(app: App, client: Any) -> None
     for document in (whole, {"id": "ferry"}):
         assert client.post(CHAT, json={"messages": MESSAGES, "documents": [document]}).status_code == 200
         bodies.append(app.body)
-    assert bodies[1]["kv_transfer_params"]["kvmosaic"].pop("labels") == ["ferry [stored 1]"]
+    said = bodies[1]["kv_transfer_params"]["kvmosaic"]
+    assert (said.pop("labels"), said.pop("changes")) == (["ferry [stored 1]"], [1])
     assert bodies[0] == bodies[1]
     read = client.get("/v1/documents/ferry").json()
     assert (read["text"], read["hits"], read["version"]) == ("It goes to Oak Island.", 1, 1)
@@ -193,23 +194,23 @@ def test_pins_and_priorities_reach_the_engine_at_once_and_with_every_request(app
     assert updates(app) == []
     pinned = client.post("/v1/documents/ferry:pin")
     assert (pinned.status_code, pinned.json()["pinned"]) == (200, True)
-    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.5, "pinned": True}}]
+    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.5, "pinned": True, "change": 2}}]
     assert client.patch("/v1/documents/ferry", json={"priority": 0.9}).json()["priority"] == 0.9
-    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.9, "pinned": True}}]
+    assert updates(app) == [{"ferry [stored 1]": {"priority": 0.9, "pinned": True, "change": 3}}]
     inline = {"id": "mill", "text": "It is red.", "priority": 0.2}
     client.post(CHAT, json={"messages": MESSAGES, "documents": [inline, {"id": "ferry"}]})
     said = app.body["kv_transfer_params"]["kvmosaic"]
     assert (said["ids"], said["labels"]) == (["mill", "ferry"], [None, "ferry [stored 1]"])
-    assert (said["pins"], said["priorities"]) == ([0, 1], [0.2, 0.9])
+    assert (said["pins"], said["priorities"], said["changes"]) == ([0, 1], [0.2, 0.9], [0, 3])
     same_id = {"id": "ferry", "text": "Another text under the same id."}
     client.post(CHAT, json={"messages": MESSAGES, "documents": [same_id]})
-    assert not {"labels", "pins"} & app.body["kv_transfer_params"]["kvmosaic"].keys()
+    assert not {"labels", "pins", "changes"} & app.body["kv_transfer_params"]["kvmosaic"].keys()
     app.bodies.clear()
     client.put("/v1/documents/ferry", json={"text": "It stays."})
     (update,) = updates(app)
-    assert update.pop("ferry [stored 1]") == {"pinned": False}, "it can still be read by its version"
+    assert update.pop("ferry [stored 1]") == {"pinned": False, "change": 4}, "it can still be read by its version"
     ((label, claim),) = update.items()
-    assert claim == {"priority": 0.9, "pinned": True}
+    assert claim == {"priority": 0.9, "pinned": True, "change": 4}
     client.delete("/v1/documents/ferry")
     assert updates(app)[0][label] is None
     client.put("/v1/documents/mill", json={"text": "It is red."})

@@ -44,7 +44,7 @@ def test_lines_become_documents_that_chats_name(app: App, client: Any) -> None:
         (4, "refused"),
     ]
     (update,) = (update_of(each) for each in app.bodies)
-    assert update == {"pin [stored 2]": {"priority": 0.5, "pinned": True}}
+    assert update == {"pin [stored 2]": {"priority": 0.5, "pinned": True, "change": 2}}
     assert summary["object"] == "documents.uploaded" and summary["num_refused"] == 2
     again = client.post(BATCH, content=lines_of({"id": "ferry", "text": "It goes home."}), headers=JSONL).json()
     assert (again["num_replaced"], again["data"][0]["version"]) == (1, 2)

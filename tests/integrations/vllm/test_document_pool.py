@@ -15,6 +15,7 @@ from support.vllm.asking import Ask, compose, difference, documents
 from vllm.v1.core.block_pool import BlockPool
 
 from kvmosaic.eviction import LRU, Priority
+from kvmosaic.integrations.vllm.scheduler import document_pool
 from kvmosaic.integrations.vllm.scheduler.block_store import BlockStore
 from kvmosaic.integrations.vllm.scheduler.document_pool import Claim, DocumentPool, read_claims
 from kvmosaic.integrations.vllm.scheduler.private_copies import PrivateCopies
@@ -142,6 +143,36 @@ def test_a_text_that_two_stored_documents_share_stays_with_the_second() -> None:
     assert (left.priority, left.is_pinned, set(left.claims)) == (0.7, False, {"two"})
 
 
+def test_a_request_that_was_rendered_before_an_update_does_not_undo_it() -> None:
+    cache = Cache(num_blocks=41, max_blocks=12)
+    cache.documents.update({"a": Claim(0.8, is_pinned=True, change=7), "b": Claim(is_pinned=True, change=3)})
+    early = cache.document(3, "a", Claim(change=6))
+    (pooled,) = cache.documents.in_order()
+    assert pooled.is_pinned and pooled.priority == 0.8, "the update came before the document was cached"
+    cache.use(early, "a", Claim(change=8))
+    assert not pooled.is_pinned, "unpinned since, which this engine was not told"
+    cache.use(early, "a", Claim(is_pinned=True, change=7))
+    assert not pooled.is_pinned, "this request is older than the one before"
+    cache.documents.update({"a": Claim(is_pinned=True, change=9)})
+    cache.documents.update({"a": Claim(change=8)})
+    assert pooled.is_pinned, "updates may change places"
+    deleted = cache.document(3, "b", Claim(is_pinned=True, change=3))
+    assert cache.documents.num_pinned == 2
+    cache.documents.update({"b": None})
+    cache.run(3, deleted)
+    cache.use(deleted, "b", Claim(is_pinned=True, change=3))
+    assert cache.documents.num_pinned == 1, "a deleted document is pinned no more"
+    cache.documents.check_invariants()
+
+
+def test_few_updates_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_pool, "_MAX_UPDATES", 2)
+    cache = Cache()
+    for number, label in enumerate("abc"):
+        cache.documents.update({label: Claim(is_pinned=True, change=5 + number)})
+    assert list(cache.documents._updates) == ["b", "c"]
+
+
 def test_a_reset_finds_nothing_in_use_and_empties_the_pool() -> None:
     cache = Cache()
     hashes = cache.document(4, "a", Claim(is_pinned=True))
@@ -167,15 +198,16 @@ def test_no_sequence_of_calls_breaks_the_pool(calls: list[tuple[int, int, int]])
     for kind, number, which in calls:
         chosen = known[which % len(known)] if known else []
         if kind == 0:
-            known.append(cache.document(number, f"label {which}" if which else "", Claim(which / 4, number == 2)))
+            claim = Claim(which / 4, number == 2, number)
+            known.append(cache.document(number, f"label {which}" if which else "", claim))
         elif kind == 1:
             cache.run(number)
         elif kind == 2 and chosen:
             if not cache.cached(chosen):
                 cache.run(len(chosen), chosen)
-            cache.use(chosen, f"label {which}", Claim(is_pinned=number > 3))
+            cache.use(chosen, f"label {which}", Claim(is_pinned=number > 3, change=number))
         elif kind == 3:
-            cache.documents.update({f"label {which}": Claim(number / 6, number > 3) if number > 1 else None})
+            cache.documents.update({f"label {which}": Claim(number / 6, number > 3, which) if number > 1 else None})
         elif kind == 4:
             cache.documents.before_alloc(number)
         elif number == 1:
@@ -213,7 +245,10 @@ def test_copies_that_are_in_use_wait_until_they_are_free() -> None:
     assert len(copies) == 0 and cache.pool.get_num_free_blocks() == 6
 
 
-@pytest.mark.parametrize("said", [None, 3, [], {"a": 3}, {"a": {"priority": "x", "pinned": 1}}, {"a": {"priority": 7}}])
+@pytest.mark.parametrize(
+    "said",
+    [None, 3, [], {"a": 3}, {"a": {"priority": "x", "pinned": 1}}, {"a": {"priority": 7}}, {"a": {"change": -1}}],
+)
 def test_an_update_that_cannot_be_read_is_harmless(said: object) -> None:
     assert set(read_claims(said).values()) <= {Claim()}
 

@@ -28,7 +28,8 @@ MAX_REPAIR_TOKENS = 4096
 MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
-_LISTS = ("ids", "texts", "continues", "labels", "pins", "priorities")
+MAX_CHANGE = 1 << 63
+_LISTS = ("ids", "texts", "continues", "labels", "pins", "changes", "priorities")
 """Fields of a composition that are empty, or have an entry for each chunk."""
 
 Saw = Literal["system", "none"]
@@ -67,6 +68,9 @@ class Composition:
     """Labels of the stored documents among the chunks, by which the document pool knows them; empty, or one each."""
     pins: tuple[int, ...] = ()
     """Whether each chunk is of a pinned document, 0 or 1; empty: none is."""
+    changes: tuple[int, ...] = ()
+    """Of each chunk of a stored document, the number of the last change of that document when the request was rendered;
+    0 for others; empty: not known."""
     priorities: tuple[float | None, ...] = ()
     """Eviction priority of each chunk, 0 to 1; None: not said; empty: none is."""
 
@@ -88,6 +92,8 @@ class Composition:
             raise InvalidConfig("continues holds 0 or 1 for each chunk, and 0 for the first, which has none before it")
         if any(pin not in (0, 1) for pin in self.pins):
             raise InvalidConfig("pins holds 0 or 1 for each chunk")
+        if any(not 0 <= change < MAX_CHANGE for change in self.changes):
+            raise InvalidConfig(f"changes holds numbers from 0 to {MAX_CHANGE - 1}")
         for priority in self.priorities:
             check_priority(DEFAULT_PRIORITY if priority is None else priority, "a chunk")
         for name in _LISTS:
@@ -136,7 +142,7 @@ class Composition:
             params["ids"] = list(self.ids)
         if any(self.texts):
             params["texts"] = list(self.texts)
-        for name in ("continues", "labels", "pins"):
+        for name in ("continues", "labels", "pins", "changes"):
             if any(getattr(self, name)):
                 params[name] = list(getattr(self, name))
         if any(priority is not None for priority in self.priorities):
@@ -188,6 +194,7 @@ class Composition:
                 None if name is None else str(name)[:512] for name in _listed("labels", fields.get("labels", ()))
             ),
             pins=tuple(_number("pins", each) for each in _listed("pins", fields.get("pins", ()))),
+            changes=tuple(_number("changes", each) for each in _listed("changes", fields.get("changes", ()))),
             priorities=tuple(_listed("priorities", fields.get("priorities", ()))),
         )
         if composition.end >= num_tokens:

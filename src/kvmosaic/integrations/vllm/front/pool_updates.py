@@ -32,11 +32,11 @@ def with_stored_documents(composition: Composition, store: DocumentStore) -> Com
         return composition
     names = [name for name, label in zip(composition.ids, labels, strict=True) if name and label]
     owners = store.owners(TENANT, names)
-    pins = tuple(
-        int(_is_pinned(owners.get(name or ""), label)) for name, label in zip(composition.ids, labels, strict=True)
-    )
+    documents = [owners.get(name or "") for name in composition.ids]
+    pins = tuple(int(_is_pinned(document, label)) for document, label in zip(documents, labels, strict=True))
+    changes = tuple(0 if document is None else document.change for document in documents)
     ids = tuple(None if name is None else shown_name(name) for name in composition.ids)
-    return replace(composition, ids=ids, labels=labels, pins=pins if any(pins) else ())
+    return replace(composition, ids=ids, labels=labels, pins=pins if any(pins) else (), changes=changes)
 
 
 def _is_pinned(document: StoredDocument | None, label: str | None) -> bool:
@@ -76,7 +76,9 @@ class PoolUpdates:
         store.in_grace_period()  # forgets the ones of long ago
         labels = [text.label for text in store.take_superseded() if text.tenant == TENANT]
         owners = store.owners(TENANT, labels) if labels else {}
-        return {label: {"pinned": False} if label in owners else None for label in labels}
+        return {
+            label: {"pinned": False, "change": owners[label].change} if label in owners else None for label in labels
+        }
 
     async def _ask(self, scope: Scope, update: dict[str, Any]) -> None:
         body = {
@@ -97,7 +99,11 @@ class PoolUpdates:
 
 def _claim(document: StoredDocument) -> dict[str, Any]:
     priority = document.content.priority
-    return {"priority": DEFAULT_PRIORITY if priority is None else priority, "pinned": document.pinned}
+    return {
+        "priority": DEFAULT_PRIORITY if priority is None else priority,
+        "pinned": document.pinned,
+        "change": document.change,
+    }
 
 
 def _ranks(scope: Scope) -> list[int | None]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
-from kvmosaic.integrations.vllm.contract import DEFAULT_PRIORITY
+from kvmosaic.integrations.vllm.contract import DEFAULT_PRIORITY, MAX_CHANGE
 from kvmosaic.integrations.vllm.scheduler.block_store import BlockStore, HashedBlock
 
 _MAX_CLAIMS = 64
 """max_labels of one text: each is a stored document with that text."""
+_MAX_UPDATES = 4_096
+"""Updates that are remembered, by label: what was rendered before one may arrive after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Claim:
 
     priority: float = DEFAULT_PRIORITY
     is_pinned: bool = False
+    change: int = 0
+    """Number of the change of the stored document since which it holds; 0: not known."""
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +104,8 @@ class DocumentPool:
         self.max_blocks, self._step_blocks = max_blocks, step_blocks
         self._documents: dict[Any, PooledDocument] = {}
         self._labels: dict[str, set[Any]] = {}
+        self._updates: OrderedDict[str, Claim | None] = OrderedDict()
+        """The last update of each label, the earliest first; None: it is of no document any more."""
         self._queue: EvictionQueue[PooledDocument] = EvictionQueue()
         self._num_users: Counter[int] = Counter()
         """Documents of each block: those after one system text share its blocks."""
@@ -133,7 +139,7 @@ class DocumentPool:
             hashes: of the blocks of its chunk prompt.
             num_tokens: without padding.
             label: of the stored document; "": it is not stored.
-            claim: its priority and pin; None: unchanged.
+            claim: its priority and pin; None: unchanged. One from before the last update does not count.
         """
         self._watch()
         document = self._documents.get(hashes[-1])
@@ -148,14 +154,20 @@ class DocumentPool:
             document = self._add(hashes[-1], tuple((block, block.block_hash) for block in blocks), num_tokens)
         document.hits += 1
         document.last_used = self._clock()
-        if claim is not None or label:
-            self._claim(document, label, claim or document.claims.get(label, Claim()))
+        label, claim = self._newest(label, claim, document)
+        if claim is not None:
+            self._claim(document, label, claim)
         self._place(document)
         self._shrink()
 
     def update(self, claims: Mapping[str, Claim | None]) -> None:
-        """Changes priority and pin of the documents with these labels; None: the label is of no document any more."""
+        """Changes priority and pin of the documents with these labels; None: the label is of no document any more.
+
+        A label stays with one text, so one of no document never comes back. Updates may arrive in any order.
+        """
         for label, claim in claims.items():
+            if not self._remember(label, claim):
+                continue
             for name in tuple(self._labels.get(label, ())):
                 document = self._documents[name]
                 if claim is not None:
@@ -248,6 +260,26 @@ class DocumentPool:
             del document.claims[oldest]
             self._unlabel(oldest, document.name)
 
+    def _newest(self, label: str, claim: Claim | None, document: PooledDocument) -> tuple[str, Claim | None]:
+        """Label and claim for a document that a request names with these; what the request says may be out of date."""
+        updated = self._updates.get(label)
+        if updated is None and label in self._updates:
+            return "", None  # deleted since the request was rendered
+        known = [each for each in (updated, claim, document.claims.get(label)) if each is not None]
+        return label, max(known, key=lambda each: each.change, default=Claim() if label else None)
+
+    def _remember(self, label: str, claim: Claim | None) -> bool:
+        """Notes an update; whether it is news."""
+        if label in self._updates:
+            known = self._updates[label]
+            if known is None or (claim is not None and claim.change < known.change):
+                return False
+        self._updates[label] = claim
+        self._updates.move_to_end(label)
+        if len(self._updates) > _MAX_UPDATES:
+            self._updates.popitem(last=False)
+        return True
+
     def _unlabel(self, label: str, name: Any) -> None:
         names = self._labels.get(label)
         if names is not None:
@@ -303,7 +335,9 @@ def read_claims(said: object) -> dict[str, Claim | None]:
         if fields is None:
             claims[str(label)] = None
         elif isinstance(fields, Mapping):
-            claims[str(label)] = Claim(_priority(fields.get("priority")), fields.get("pinned") is True)
+            change = fields.get("change")
+            change = change if type(change) is int and 0 <= change < MAX_CHANGE else 0
+            claims[str(label)] = Claim(_priority(fields.get("priority")), fields.get("pinned") is True, change)
     return claims
 
 

@@ -75,15 +75,14 @@ class EvictionOrder:
             label = (said.labels[number] if said.labels else None) or ""
             priority = said.priorities[number] if said.priorities else None
             pin = bool(said.pins and said.pins[number])
+            change = said.changes[number] if said.changes else 0
             number += 1
             if index not in prompts:  # repaired as a whole
                 continue
             prompt = composed.prompts[prompts[index]]
             claim = None
             if label or priority is not None:
-                claim = Claim(
-                    priority=Claim().priority if priority is None else priority, is_pinned=bool(label) and pin
-                )
+                claim = Claim(Claim().priority if priority is None else priority, bool(label) and pin, change)
             self.pool.use(composed.hashes[prompts[index]], prompt.num_tokens, label, claim)
 
     def update(self, claims: Mapping[str, Claim | None]) -> None:
