@@ -100,5 +100,4 @@ def test_a_copied_request_has_a_reason_where_reading_was_chosen(
     is_alone = options.get("is_alone", True)
     said = why_copied(request, composition, facts, is_alone=is_alone)
     assert reason in said and bool(said) == bool(reason)
-    reads = reads_in_place(request, composition, composition.layout(range(25)), facts)
-    assert not (reads and is_alone)
+    assert not reads_in_place(request, composition, composition.layout(range(25)), facts, is_alone=is_alone)

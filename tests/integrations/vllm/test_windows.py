@@ -8,6 +8,7 @@ import pytest
 from support.vllm.asking import compose, difference, documents
 from support.vllm.checking import checked
 from support.vllm.faults import places_of
+from support.vllm.in_place import reads, watch_reads
 from support.vllm.models import WINDOWS
 from support.vllm.own import own_answer
 
@@ -28,6 +29,14 @@ def engine(vllm_engine, name):
     return vllm_engine(name, **OPTIONS)
 
 
+@pytest.fixture
+def reading(vllm_engine, name):
+    """An engine that reads in place."""
+    made = vllm_engine(name, environment={"KVMOSAIC_DOCUMENT_READS": "in-place"}, **OPTIONS)
+    made.call(watch_reads)
+    return made
+
+
 @pytest.mark.parametrize("context", ["system", "none"])
 def test_log_probabilities_are_those_of_our_engine_in_any_order(engine, own_engine, name, context):
     own = own_engine(name, chunk_context=context)
@@ -46,13 +55,40 @@ def test_repair_and_text_between_documents_too(engine, own_engine, name, repair)
     assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
 
 
+@pytest.mark.parametrize("repair", [0, 9])
+@pytest.mark.parametrize("texts", [(), ([7, 8, 9], [], [4] * 5)], ids=["", "texts"])
+def test_documents_read_in_place_are_seen_as_far_as_a_window_goes(reading, own_engine, name, repair, texts):
+    for chunks in ([A, B, C], [C, A, B]):
+        how = {"position_strategy": "sequential", "repair": repair}
+        ask = compose(SYSTEM, chunks, QUESTION, texts, **how)
+        reading.call(reads)
+        theirs = reading.ask(ask)
+        assert theirs.is_composed and not theirs.report["warnings"], theirs.report
+        assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+        first = repair if texts else 0  # right after the system text, a document is exact as it is
+        assert reading.call(reads) == [[len(chunks[0]) - first, *(len(chunk) - repair for chunk in chunks[1:])]]
+
+
 def test_known_documents_are_not_computed_again(engine):
     engine.ask(compose(SYSTEM, [A, B, C], QUESTION, position_strategy="sequential"))
     again = compose(SYSTEM, [C, B, A], QUESTION, position_strategy="sequential")
     assert engine.ask(again).num_cached_tokens == len(again.token_ids) - len(QUESTION)
 
 
-def test_shared_positions_are_refused_with_the_reason(engine, vllm_engine, name):
+def test_shared_positions_are_read_in_place(reading, own_engine, name):
+    for chunks in ([A, B, C], [C, A]):
+        ask = compose(SYSTEM, chunks, QUESTION, position_strategy="shared", leaves_repair_open=True)
+        theirs = reading.ask(ask)
+        assert theirs.is_composed, theirs.report
+        assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+
+
+def test_repair_there_would_need_copies(reading):
+    answer = reading.ask(compose(SYSTEM, [A, B], QUESTION, position_strategy="shared", repair=8))
+    assert "use repair 'none'" in answer.report["bypass"]
+
+
+def test_shared_positions_are_not_copied_and_the_reason_is_said(engine, vllm_engine, name):
     """A window there counts tokens, and positions are fewer."""
     ask = compose(SYSTEM, [A, B], QUESTION, position_strategy="shared")
     answer = engine.ask(ask)

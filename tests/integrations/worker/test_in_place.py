@@ -18,9 +18,11 @@ from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.in_place import reader as reading
 from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
+from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader, why_not_paged
 from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
+from kvmosaic.layers.geometry import MaskSpec
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)
@@ -81,12 +83,15 @@ def read(reader, share, rows, query, key, value):
     block_size=st.sampled_from([SIZE, 2 * SIZE]),
     softcap=st.sampled_from([None, 0, 1.5]),
     has_sinks=st.booleans(),
+    windows=st.tuples(*[st.sampled_from([0, 1, 6, 40])] * 2),
 )
-def test_paged_reads_are_those_of_gathered_keys(data, kind, block_size, softcap, has_sinks):
+def test_paged_reads_are_those_of_gathered_keys(data, kind, block_size, softcap, has_sinks, windows):
     rows = data.draw(own_rows(block_size))
     torch.manual_seed(0)
     sinks = torch.randn(QUERIES) if has_sinks else None
     share = share_of(kind, kind, block_size=block_size, logits_soft_cap=softcap, sinks=sinks)
+    for place, window in zip(share.places.layers, windows, strict=True):
+        object.__setattr__(place, "window", window)
     total = rows[-1].first_row + rows[-1].num_rows + 1
     query, key, value = torch.randn(total, QUERIES, KEY), {}, {}
     for place in share.places.layers:
@@ -110,8 +115,21 @@ def test_the_check_at_start_passes_and_finds_a_wrong_rotation(kind, monkeypatch)
     share = share_of(kind, kind)
     reader = DocumentReader(share.places, is_paged=True)
     assert check_reading(share.places, reader, None) == ""
-    original = reader._positions
-    monkeypatch.setattr(reader, "_positions", lambda: original()[::-1])
+    original = MaskReads._positions
+    monkeypatch.setattr(MaskReads, "_positions", lambda self: original(self)[::-1])
+    assert "reading in place differs" in check_reading(share.places, reader, None)
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("windows", [(0, 7), (9, 31), (4, 4)])
+def test_the_check_at_start_finds_a_window_of_one_token_less(windows, is_paged, monkeypatch):
+    share = share_of("joined by head", "joined by head")
+    for place, window in zip(share.places.layers, windows, strict=True):
+        object.__setattr__(place, "window", window)
+        place.layer.impl.sliding_window = (window - 1, 0) if window else (-1, -1)
+    reader = DocumentReader(share.places, is_paged=is_paged)
+    assert check_reading(share.places, reader, None) == ""
+    monkeypatch.setattr(MaskSpec, "lowest_seen", lambda self, at: at - self.size + 2 if self.size else -(1 << 62))
     assert "reading in place differs" in check_reading(share.places, reader, None)
 
 
@@ -122,7 +140,7 @@ def test_the_check_at_start_passes_and_finds_a_wrong_rotation(kind, monkeypatch)
 def test_a_window_is_found_in_any_form(window, found):
     share = share_of("joined by head", "joined by head", sliding_window=window)
     said = check_reading(share.places, DocumentReader(share.places, is_paged=True), None)
-    assert ("a bias or a window" in said) == found and bool(said) == found
+    assert ("a window that only its implementation knows" in said) == found and bool(said) == found
 
 
 def test_caches_that_are_not_read_have_a_reason():
@@ -212,9 +230,10 @@ def test_a_worker_that_does_not_read_in_place_says_why(graphs, no_shift, reason,
     share = share_of("joined by head", "joined by head")
     worker = ComposingWorker(config, None)
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert worker._find_reader(share.places, no_shift, None) == "" and worker.reader is None, "copies were chosen"
+    monkeypatch.setattr(position_shift, "can_shift", lambda *_, by_vllm: "of windows" if by_vllm else no_shift)
+    assert worker._find_reader(share.places, None) == "" and worker.reader is None, "copies were chosen"
     monkeypatch.setenv(VARIABLE, "in-place")
-    assert worker._find_reader(share.places, no_shift, None) == reason
+    assert worker._find_reader(share.places, None) == reason
     assert (worker.reader is None) == bool(reason)
     if not reason:
         assert worker.reader._is_captured == (graphs == "pieces")

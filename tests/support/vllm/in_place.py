@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
+from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads
+from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from support.vllm import faults
 from support.vllm.asking import Ask
 from support.vllm.inside import prompt_and_params
@@ -57,15 +60,13 @@ def most_held(engine: Any, asks: list[dict[str, Any]]) -> int:
 
 def found_by_check(engine: Any, fault: str) -> str:
     """Inside: what the check of reading says with a fault in the second layer; "": without any."""
-    from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
-
     places, nested = faults.places_of(engine)
     reader = places.layers[0].layer.impl.reader
     planted = {
         "": nullcontext,
-        "turned_the_other_way": lambda: _turned_the_other_way(reader),
+        "turned_the_other_way": _turned_the_other_way,
         "values_smaller": lambda: faults.stored_values_smaller(places, 1),
-        "sharper": lambda: _sharper(reader),
+        "sharper": _sharper,
         "window": lambda: faults.window(places, 1),
     }
     with planted[fault]():
@@ -73,20 +74,14 @@ def found_by_check(engine: Any, fault: str) -> str:
 
 
 @contextmanager
-def _sharper(reader: Any) -> Iterator[None]:
-    original = reader._attend
-    reader._attend = lambda place, query, *rest: original(place, query * 1.1, *rest)
-    try:
+def _sharper() -> Iterator[None]:
+    original = MaskReads.attend
+    with patch.object(MaskReads, "attend", lambda self, place, query, *rest: original(self, place, query * 1.1, *rest)):
         yield
-    finally:
-        del reader._attend
 
 
 @contextmanager
-def _turned_the_other_way(reader: Any) -> Iterator[None]:
-    original = reader._positions
-    reader._positions = lambda: original()[::-1]
-    try:
+def _turned_the_other_way() -> Iterator[None]:
+    original = MaskReads._positions
+    with patch.object(MaskReads, "_positions", lambda self: original(self)[::-1]):
         yield
-    finally:
-        del reader._positions

@@ -169,9 +169,9 @@ class SchedulerSide:
             composition = replace(composition, repair=0)
         composed = ComposedRequest(request, composition, layout, request._block_hasher)
         self._requests[request.request_id] = composed
-        composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts)
+        in_place = reads_in_place(request, composition, layout, self._facts, is_alone=self._is_alone)
+        composed.bypass = self._trouble or request_trouble(request, composition, layout, self._facts, in_place=in_place)
         if composed.bypass is None:
-            in_place = self._is_alone and reads_in_place(request, composition, layout, self._facts)
             if not in_place:
                 composed.copied = why_copied(request, composition, self._facts, is_alone=self._is_alone)
             self._take_apart(composed, in_place=in_place)

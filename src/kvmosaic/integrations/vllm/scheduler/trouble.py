@@ -127,9 +127,17 @@ def default_repair(facts: Iterable[WorkerFacts]) -> int:
 
 
 def request_trouble(
-    request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]
+    request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts], *, in_place: bool
 ) -> Bypass | None:
-    """Why this request cannot be composed; None if it can."""
+    """Why this request cannot be composed; None if it can.
+
+    Args:
+        request: vLLM's request.
+        composition: of its prompt.
+        layout: of its prompt.
+        facts: capabilities of the workers.
+        in_place: whether it `reads_in_place`: then positions are shifted by the reader, if by nothing else.
+    """
     if request.sampling_params is None:
         return Bypass("pooling", "pooling requests have no question")
     if request.sampling_params.prompt_logprobs is not None:
@@ -148,17 +156,29 @@ def request_trouble(
         return Bypass(
             "texts", "text between documents cannot be computed on these workers, where repair is not possible"
         )
-    if layout.rules.overlaps and not all(fact.can_shift for fact in facts):
+    if layout.rules.overlaps and not in_place and not all(fact.can_shift for fact in facts):
         return Bypass(
             "shared_positions", "positions cannot be shifted on these workers; use position_strategy 'sequential'"
         )
     return None
 
 
-def reads_in_place(request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> bool:
-    """Whether this request reads its documents where they are stored; if not, it gets copies of them."""
+def reads_in_place(
+    request: Any, composition: Composition, layout: Layout, facts: Iterable[WorkerFacts], *, is_alone: bool
+) -> bool:
+    """Whether this request reads its documents where they are stored; if not, it gets copies of them.
+
+    Args:
+        request: vLLM's request.
+        composition: of its prompt.
+        layout: of its prompt.
+        facts: capabilities of the workers.
+        is_alone: whether there is no other connector.
+    """
     return (
-        all(fact.can_read_in_place for fact in facts)
+        is_alone
+        and all(fact.can_read_in_place for fact in facts)
+        and request.sampling_params is not None
         and request.sampling_params.repetition_penalty == 1.0  # which needs all tokens of the prompt
         # repaired tokens are computed at other positions than the question sees them at
         and not (composition.repair and layout.rules.overlaps)
@@ -193,6 +213,11 @@ def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[W
         return "repair cannot be computed on these workers"
     if not layout.rules.overlaps:
         return ""
+    if not all(fact.can_shift for fact in facts):
+        return (
+            "repair computes documents in shared positions on copies, whose positions cannot be shifted on these "
+            "workers; use repair 'none' or position_strategy 'sequential'"
+        )
     if _has_texts(layout):
         return (
             "repair computes documents in shared positions one after the other, where a text between documents does "

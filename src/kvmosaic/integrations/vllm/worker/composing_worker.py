@@ -95,7 +95,7 @@ class ComposingWorker:
             in_place = position_shift.captures_graphs(self._config)
             self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
         whole = forward if scope >= Scope.MODEL and not isinstance(forward, str) else None
-        no_reading = self._find_reader(places, no_shift, whole)
+        no_reading = self._find_reader(places, whole)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
             if reason:
                 _log.info("kvmosaic: no %s here: %s", what, reason)
@@ -109,11 +109,11 @@ class ComposingWorker:
         if no_reading:
             _log.warning("kvmosaic: documents are copied into requests, not read in place: %s", no_reading)
 
-    def _find_reader(self, places: KVLayout, no_shift: str, forward: ExtraForward | None) -> str:
+    def _find_reader(self, places: KVLayout, forward: ExtraForward | None) -> str:
         """Finds the reader of documents in place if they are to be read so; returns why there is none."""
         if document_reads(os.environ) == "copy":
             return ""
-        if no_shift:
+        if no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root, by_vllm=False):
             return f"positions cannot be shifted: {no_shift}"
         reader = document_reader(places, is_captured=position_shift.captures_graphs(self._config))
         if isinstance(reader, str):

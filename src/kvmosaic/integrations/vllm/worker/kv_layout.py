@@ -14,6 +14,7 @@ from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, find_key_rotation
 from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
 from kvmosaic.integrations.vllm.worker.modules import ModuleTree, require_attention, window_of
+from kvmosaic.layers.geometry import FULL, MaskSpec
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -28,6 +29,11 @@ class LayerPlace:
     """Layers with equal rotations share one; None: keys of this layer do not depend on their position."""
     window: int = 0
     """How many tokens a token sees, itself among them, counted in its request; 0: all before it."""
+
+    @property
+    def mask(self) -> MaskSpec:
+        """What a token sees where positions are counted, as they are in documents that are read in place."""
+        return MaskSpec("window", self.window) if self.window else FULL
 
 
 @dataclass(frozen=True, eq=False, slots=True)

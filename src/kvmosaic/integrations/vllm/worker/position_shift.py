@@ -109,16 +109,23 @@ def step_slots() -> Tensor | None:
     return None
 
 
-def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module) -> str:
-    """Why positions cannot be shifted under this configuration; empty: they can."""
+def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module, *, by_vllm: bool = True) -> str:
+    """Why positions cannot be shifted under this configuration; empty: they can.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        kv_cache_config: that of its cache.
+        root_module: the model, called with positions.
+        by_vllm: whether vLLM's kernel computes the attention of shifted rows; if not, ours does, where rows read in
+            place.
+    """
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     mode = vllm_config.compilation_config.cudagraph_mode
     reasons = {
         f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
-        "layers with windows count the tokens that they see, not positions": any(
-            getattr(group.kv_cache_spec, "sliding_window", None) for group in groups
-        ),
+        "layers with windows count the tokens that they see, not positions": by_vllm
+        and any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups),
         'full CUDA graphs call no module: start with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'': (
             mode is not None and mode.has_full_cudagraphs()
         ),

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
-from kvmosaic.attention.merge import apply_sinks, merge_partials
-from kvmosaic.attention.native.backend import NativeBackend
-from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
-from kvmosaic.errors import NativeUnavailable
+from kvmosaic.attention.merge import apply_sinks
 from kvmosaic.integrations.vllm.operations import InPlaceRequest
+from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads, attention_backend
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of
-from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuVectorLayout
 from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
 from kvmosaic.integrations.vllm.worker.position_shift import step_slots
-from kvmosaic.rope import RotationTables, paired
-
-if TYPE_CHECKING:
-    from kvmosaic.attention.triton import TritonReader
+from kvmosaic.layers.geometry import MaskSpec
 
 
 class DocumentReader:
@@ -50,13 +43,12 @@ class DocumentReader:
         """The positions that a forward was given, and what they were."""
         self.num_forwards = 0
         """Forwards of the model in which documents were read."""
-        self._pages: TritonReader | None = None
+        self._masks = tuple(dict.fromkeys(place.mask for place in places.layers))
         self._backend = attention_backend()
         self._requests: tuple[InPlaceRequest, ...] = ()
         self._hooks: list[Any] = []
         self._step: InPlaceStep | None = None
-        self._reader: PlanReader | None = None
-        self._turned: dict[KeyRotation, RotationTables] = {}
+        self._reads: dict[MaskSpec, MaskReads] = {}
         self._room: tuple[Tensor, Tensor] | None = None
         """Where a layer's keys and values are put together: again for the next layer and step of as many tokens."""
         self._errors: dict[str, float] | None = None
@@ -81,8 +73,13 @@ class DocumentReader:
         self._forget()
 
     def _forget(self) -> None:
-        self._step = self._reader = self._pages = None
-        self._turned.clear()
+        self._take(None)
+
+    def _take(self, step: InPlaceStep | None) -> None:
+        self._step, self._reads = step, {}
+        if step is not None:
+            size = self._places.block_size
+            self._reads = {mask: MaskReads(step, plan, size, self._backend) for mask, plan in step.plans.items()}
 
     @contextmanager
     def comparing(self, request: InPlaceRequest) -> Iterator[dict[str, float]]:
@@ -98,8 +95,7 @@ class DocumentReader:
     @contextmanager
     def trying(self, step: InPlaceStep) -> Iterator[None]:
         """Context in which `attend` reads what a given step says."""
-        self._forget()
-        self._step = step
+        self._take(step)
         try:
             yield
         finally:
@@ -112,8 +108,8 @@ class DocumentReader:
             return None
         # which rows read what is planned on the host: on a GPU, this waits for the device once per step
         rows = rows_of(self._requests, slots[: len(positions)].cpu(), self._places.block_size)
-        self._forget()
-        self._step = step = self.step_of(rows)
+        step = self.step_of(rows)
+        self._take(step)
         if step is None:
             return None
         self.num_forwards += 1
@@ -135,7 +131,9 @@ class DocumentReader:
 
     def step_of(self, rows: Sequence[OwnRows]) -> InPlaceStep | None:
         """The reads of these rows, as this reader takes them."""
-        return InPlaceStep.of(rows, self._places.block_size, self._places.device, is_paged=self._is_paged)
+        return InPlaceStep.of(
+            rows, self._places.block_size, self._places.device, masks=self._masks, is_paged=self._is_paged
+        )
 
     @property
     def is_reading(self) -> bool:
@@ -158,35 +156,22 @@ class DocumentReader:
         place = self._by_name[layer_name]
         rows = step.rows
         softcap = float(impl.logits_soft_cap or 0) or None
+        reads = self._reads[place.mask]
         if self._is_paged:
-            result, lse = self._attend_paged(place, query[rows], float(impl.scale), softcap)
+            result, lse = reads.attend_paged(place, query[rows], float(impl.scale), softcap)
         else:
             stored_keys, stored_values = self._stored(place, step)
             pools = {
                 None: (key[rows], value[rows]),
                 "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
             }
-            result, lse = self._attend(place, query[rows], pools, float(impl.scale), softcap)
+            result, lse = reads.attend(place, query[rows], pools, float(impl.scale), softcap)
         if impl.sinks is not None:
             result = apply_sinks(result, lse, impl.sinks)
         if self._errors is not None:
             self._errors[layer_name] = relative_error(result, output[rows])
             return
         output[rows] = result.to(output.dtype)
-
-    def _attend_paged(
-        self, place: LayerPlace, query: Tensor, scaling: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """All reads of a layer by the Triton kernel, from the cache itself; the keys of own rows are stored there."""
-        from kvmosaic.attention.triton import PagedCache, TritonReader
-
-        step, layout = self._step, place.layout
-        assert step is not None and isinstance(layout, PagedLayout)
-        if self._pages is None:
-            self._pages = TritonReader(step.plan)
-        tables = self._tables(place.rotation, query.shape[2]) if step.plan.is_moved else None
-        cache = PagedCache(layout.keys, layout.values, step.table, self._places.block_size)
-        return self._pages.attend_paged(query, cache, scaling=scaling, softcap=softcap, tables=tables)
 
     def _stored(self, place: LayerPlace, step: InPlaceStep) -> tuple[Tensor, Tensor]:
         """Keys [S, G, D] and values [S, G, Dv] of a step's slots, valid until the next call."""
@@ -200,85 +185,11 @@ class DocumentReader:
         assert values is not None
         return keys, values
 
-    def _attend(
-        self, place: LayerPlace, query: Tensor, pools: dict[Any, Any], scaling: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """All reads of a layer: at once by our C extension where it can, or one by one, merged by log-sum-exp."""
-        assert self._step is not None
-        plan = self._step.plan
-        if isinstance(self._backend, LayerBackend):
-            if self._reader is None:
-                self._reader = self._backend.plan_reader(plan)
-            tables = self._tables(place.rotation, query.shape[2]) if plan.is_moved else None
-            done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
-            if done is not None:
-                return done
-        stacked = query[plan.rows]
-        if plan.is_moved and place.rotation is not None:
-            place.rotation.rotate(stacked, place.rotation.factors(*self._positions()))
-        results = []
-        for call in plan.calls:
-            keys, values = pools[call.pool]
-            run = slice(call.first_slot, call.first_slot + call.num_tokens)
-            results.append(
-                self._backend.attend(
-                    stacked[call.first : call.last],
-                    keys[run],
-                    values[run],
-                    scaling=scaling,
-                    causal=call.causal,
-                    softcap=softcap,
-                )
-            )
-        output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return merge_partials(output, lse, plan.rows, plan.num_rows)
-
-    def _tables(self, rotation: KeyRotation | None, head_dim: int) -> RotationTables | None:
-        if rotation is None:
-            return None
-        if rotation not in self._turned:
-            factors = rotation.factors(*self._positions())
-            self._turned[rotation] = pair_tables(rotation, factors, head_dim)
-        return self._turned[rotation]
-
-    def _positions(self) -> tuple[Tensor, Tensor]:
-        """[R], [R]: positions of the stacked queries, and the ones that they are turned to."""
-        assert self._step is not None
-        at = self._step.positions[self._step.plan.rows]
-        return at, at - self._step.plan.distances
-
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """The largest difference, in multiples of the deviation of what is expected; infinite if it is no number."""
     error = float((found.double() - expected.double()).abs().max() / expected.double().std())
     return error if error == error else float("inf")
-
-
-def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:
-    """Factors of R keys as `kvmosaic.attention` takes them: [R, 1, D] each, the pair's sign in the sines."""
-    num_rows, device = len(factors.cos), factors.cos.device
-    cos, sin = torch.ones(num_rows, 1, head_dim, device=device), torch.zeros(num_rows, 1, head_dim, device=device)
-    partners = torch.arange(head_dim, device=device)
-    rotary = slice(rotation.first, rotation.first + rotation.rotary_dim)
-    for table, first, second in ((cos, factors.cos, factors.cos), (sin, -factors.sin, factors.sin)):
-        one, other = paired(table[..., rotary], rotation.layout)
-        one.copy_(first)
-        other.copy_(second)
-    one, other = paired(partners[rotary], rotation.layout)
-    both = one.clone(), other.clone()
-    one.copy_(both[1])
-    other.copy_(both[0])
-    return RotationTables(cos, sin, partners, rotation=None)  # type: ignore[arg-type]
-
-
-def attention_backend() -> AttentionBackend:
-    """Our C extension where it was built, or torch."""
-    try:
-        backend: AttentionBackend = NativeBackend()
-    except NativeUnavailable:
-        backend = TorchBackend()
-    assert isinstance(backend, LayerBackend | TorchBackend)
-    return backend
 
 
 def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentReader | str:

@@ -8,7 +8,7 @@ what they read          vLLM's kernel                own tokens 0 to 5, a, b, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmosaic.attention.reads import Call, Piece, ReadPlan, RowGroup, plan_reads
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-from kvmosaic.layers.geometry import FULL
+from kvmosaic.layers.geometry import FULL, MaskSpec
 
 _CPU = torch.device("cpu")
 
@@ -50,14 +50,14 @@ class InPlaceStep:
     table       paged: [B] int32, the blocks of these runs; a slot of "chunk_cache" counts along them
     rows        [T] the forward's rows that read in place
     positions   [T] theirs
-    plan        the calls: rows count from 0 to T. Paged: its rows' own keys are in "chunk_cache", too
+    plans       by mask, the calls: rows count from 0 to T. Paged: its rows' own keys are in "chunk_cache", too
     """
 
     slots: Tensor
     table: Tensor
     rows: Tensor
     positions: Tensor
-    plan: ReadPlan
+    plans: Mapping[MaskSpec, ReadPlan]
 
     @classmethod
     def of(
@@ -66,6 +66,7 @@ class InPlaceStep:
         block_size: int,
         device: torch.device = _CPU,
         *,
+        masks: Iterable[MaskSpec] = (FULL,),
         is_paged: bool = False,
     ) -> InPlaceStep | None:
         """The reads of these requests; None if no row of them reads a document or is shifted.
@@ -74,9 +75,12 @@ class InPlaceStep:
             requests: the rows of the forward that read in place.
             block_size: tokens per block.
             device: of all tensors.
+            masks: those of the model's layers.
             is_paged: keys are read from the cache by blocks, those of the forward's own rows as well, instead of
                 being read token by token before.
         """
+        masks = tuple(masks)
+        by_position = masks != (FULL,)
         pool = _PagedPool(block_size) if is_paged else _Pool(block_size)
         own_slots: dict[int, int] = {}
         groups: list[RowGroup] = []
@@ -90,8 +94,10 @@ class InPlaceStep:
             inside = sorted(border for border in borders if own.first_index < border < own.stop)
             for first, last in pairwise([own.first_index, *inside, own.stop]):
                 position = own.position(first)
-                earlier = [Piece("chunk_cache", slot, first, 0)] if first else []
-                reads = (*earlier, *(_piece(read, at) for read, at in seen if read.first_reader <= first))
+                reads = (
+                    *_earlier(own, slot, first, by_position=by_position),
+                    *(_piece(read, at) for read, at in seen if read.first_reader <= first),
+                )
                 own_slots[len(rows)] = slot + first
                 groups.append(RowGroup(len(rows), last - first, position, reads))
                 start = own.first_row + first - own.first_index
@@ -99,16 +105,27 @@ class InPlaceStep:
                 positions += range(position, position + last - first)
         if not groups:
             return None
-        plan = plan_reads(groups, FULL, device)
+        plans = {mask: plan_reads(groups, mask, device) for mask in masks}
         if is_paged:
-            plan = replace(plan, calls=tuple(_stored(call, own_slots) for call in plan.calls))
+            plans = {
+                mask: replace(plan, calls=tuple(_stored(call, own_slots) for call in plan.calls))
+                for mask, plan in plans.items()
+            }
         return cls(
             slots=pool.slots().to(device),
             table=pool.table().to(device),
             rows=torch.tensor(rows, device=device),
             positions=torch.tensor(positions, device=device),
-            plan=plan,
+            plans=plans,
         )
+
+
+def _earlier(own: OwnRows, slot: int, stop: int, *, by_position: bool) -> Iterator[Piece]:
+    """The own tokens before `stop`, stored from `slot` on; one piece where a mask does not ask for their positions."""
+    shifts = (index for index, _ in own.request.shifts if 0 < index < stop)
+    for first, last in pairwise([0, *(shifts if by_position else ()), stop]):
+        if first < last:
+            yield Piece("chunk_cache", slot + first, last - first, own.position(first))
 
 
 def _stored(call: Call, own_slots: Mapping[int, int]) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest, RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, layer_dtype, relative_error
-from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
+from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
 from kvmosaic.integrations.vllm.worker.key_rotation import arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
@@ -25,9 +26,9 @@ _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.
 def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward | None) -> str:
     """Why documents cannot be read in place; empty: they can.
 
-    Two documents of random keys and values are read in every layer, and compared with keys that were moved. Then an
-    ordinary text is computed, and every layer's attention by vLLM is compared with ours. Runs before any request is
-    served, and zeroes the blocks it used.
+    Two documents of random keys and values are read in every layer, and compared with keys that were moved; once more
+    for each width of a window, whose end is inside the first document. Then an ordinary text is computed, and every
+    layer's attention by vLLM is compared with ours. Runs before any request is served, and zeroes the blocks it used.
 
     Args:
         places: the attention layers.
@@ -41,16 +42,18 @@ def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward
             f"a cache of {places.num_blocks} blocks has no room for the check at start, which takes {2 + 2 * per_run}"
         )
     documents = [tuple(range(2 + number * per_run, 2 + (number + 1) * per_run)) for number in (0, 1)]
-    reads = (
-        DocumentRead(NUM_BEFORE, documents[0], 0, NUM_TOKENS, position=NUM_BEFORE, distance=0),
-        DocumentRead(NUM_BEFORE + 1, documents[1], size // 2, NUM_TOKENS, position=NUM_BEFORE, distance=NUM_TOKENS),
-    )
-    request = InPlaceRequest((1,), ((NUM_BEFORE, 2 * NUM_TOKENS),), reads)
-    rows = [OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)]
+    windows = sorted({place.window for place in places.layers if place.window})
+    within = [window for window in windows if NUM_BEFORE + _away(window) + NUM_ROWS <= places.num_positions]
     try:
-        step = reader.step_of(rows)
-        assert step is not None
-        found = next((fault for place in places.layers if (fault := _fault(places, reader, place, step, request))), "")
+        found = next(
+            (
+                fault
+                for window in (0, *within)
+                for place in places.layers
+                if (fault := _fault(places, reader, place, _request(documents, size, window)))
+            ),
+            "",
+        )
         if not found and nested is not None:
             found = _fault_of_text(reader, nested)
         _clear(places, [1, *documents[0], *documents[1]])
@@ -59,13 +62,31 @@ def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward
     return found
 
 
-def _fault(
-    places: KVLayout, reader: DocumentReader, place: LayerPlace, step: InPlaceStep, request: InPlaceRequest
-) -> str:
+def _request(documents: Sequence[tuple[int, ...]], block_size: int, window: int) -> InPlaceRequest:
+    """Rows after two documents; with a window, these are so far before that it ends inside the first one."""
+    away = _away(window)
+    last = away - NUM_TOKENS  # the second document ends where the rows begin
+    first = away - window + 1 - NUM_TOKENS // 2 if window else 0
+    reads = (
+        DocumentRead(NUM_BEFORE, documents[0], 0, NUM_TOKENS, position=NUM_BEFORE, distance=first),
+        DocumentRead(NUM_BEFORE + 1, documents[1], block_size // 2, NUM_TOKENS, position=NUM_BEFORE, distance=last),
+    )
+    return InPlaceRequest((1,), ((NUM_BEFORE, away),), reads)
+
+
+def _away(window: int) -> int:
+    """By how much the rows are shifted."""
+    return NUM_TOKENS + max(NUM_TOKENS, window)
+
+
+def _fault(places: KVLayout, reader: DocumentReader, place: LayerPlace, request: InPlaceRequest) -> str:
     """Why a layer does not read what it should; empty: it does."""
     layer, impl = place.layer, place.layer.impl
-    if getattr(impl, "alibi_slopes", None) is not None or _has_window(impl):
-        return f"{place.name} has a bias or a window"
+    if getattr(impl, "alibi_slopes", None) is not None or _has_window(impl) != bool(place.window):
+        return f"{place.name} has a bias, or a window that only its implementation knows"
+    rows = OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)
+    step = reader.step_of([rows])
+    assert step is not None
     generator = torch.Generator().manual_seed(0)
     dtype = layer_dtype(place)
 
@@ -84,7 +105,7 @@ def _fault(
     output = torch.zeros(NUM_ROWS, heads, value_size, dtype=dtype, device=places.device)
     with reader.trying(step):
         reader.attend(place.name, query, keys[own], values[own], output, impl)
-    expected = _expected(place, query, keys.double(), values.double(), request)
+    expected = _expected(place, query, keys.double(), values.double(), rows)
     error = relative_error(output, expected)
     limit = _LIMITS[dtype]
     return "" if error <= limit else f"{place.name}: reading in place differs by {error:.2g} (limit {limit:.2g})"
@@ -109,9 +130,9 @@ def _has_window(impl: Any) -> bool:
     return any(each is not None and each >= 0 for each in (window if isinstance(window, tuple | list) else (window,)))
 
 
-def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, request: InPlaceRequest) -> Tensor:
+def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, own: OwnRows) -> Tensor:
     """[rows, H, Dv] in float64: softmax over moved keys, written out."""
-    impl = place.layer.impl
+    impl, request = place.layer.impl, own.request
     moved = keys.clone()
     first = NUM_BEFORE + NUM_ROWS
     for read in request.reads:
@@ -127,6 +148,10 @@ def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, re
     scores = torch.einsum("rhd,shd->rhs", query.double(), moved.repeat_interleave(group, 1)) * float(impl.scale)
     if cap := float(getattr(impl, "logits_soft_cap", 0) or 0):
         scores = torch.tanh(scores / cap) * cap
+    positions = [own.position(index) for index in range(NUM_BEFORE + NUM_ROWS)]
+    for read in request.reads:
+        positions += range(read.position + read.distance, read.position + read.distance + read.num_tokens)
+    behind = torch.tensor(positions, device=keys.device)
     for row in range(NUM_ROWS):
         index = NUM_BEFORE + row
         scores[row, :, index + 1 : NUM_BEFORE + NUM_ROWS] = -torch.inf
@@ -135,6 +160,8 @@ def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, re
             if index < read.first_reader:
                 scores[row, :, start : start + read.num_tokens] = -torch.inf
             start += read.num_tokens
+        if place.window:
+            scores[row, :, behind <= own.position(index) - place.window] = -torch.inf
     sinks = getattr(impl, "sinks", None)
     total = torch.logsumexp(scores, -1)
     if sinks is not None:
