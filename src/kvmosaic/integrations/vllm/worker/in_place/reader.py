@@ -70,9 +70,6 @@ class DocumentReader:
             hook.remove()
         self._hooks.clear()
         self._requests = ()
-        self._forget()
-
-    def _forget(self) -> None:
         self._take(None)
 
     def _take(self, step: InPlaceStep | None) -> None:
@@ -99,7 +96,7 @@ class DocumentReader:
         try:
             yield
         finally:
-            self._forget()
+            self._take(None)
 
     def _prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = step_slots()

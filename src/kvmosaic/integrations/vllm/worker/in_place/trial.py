@@ -11,7 +11,7 @@ from torch import Tensor
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest, RepairedRun
 from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
 from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, layer_dtype, relative_error
-from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
+from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
 from kvmosaic.integrations.vllm.worker.key_rotation import arithmetic
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
@@ -45,15 +45,8 @@ def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward
     windows = sorted({place.window for place in places.layers if place.window})
     within = [window for window in windows if NUM_BEFORE + _away(window) + NUM_ROWS <= places.num_positions]
     try:
-        found = next(
-            (
-                fault
-                for window in (0, *within)
-                for place in places.layers
-                if (fault := _fault(places, reader, place, _request(documents, size, window)))
-            ),
-            "",
-        )
+        requests = (_request(documents, size, window) for window in (0, *within))
+        found = next((fault for request in requests if (fault := _fault_of_reads(places, reader, request))), "")
         if not found and nested is not None:
             found = _fault_of_text(reader, nested)
         _clear(places, [1, *documents[0], *documents[1]])
@@ -79,14 +72,19 @@ def _away(window: int) -> int:
     return NUM_TOKENS + max(NUM_TOKENS, window)
 
 
-def _fault(places: KVLayout, reader: DocumentReader, place: LayerPlace, request: InPlaceRequest) -> str:
+def _fault_of_reads(places: KVLayout, reader: DocumentReader, request: InPlaceRequest) -> str:
+    """Why some layer does not read what it should of a request, which is planned once for all; empty: all do."""
+    rows = OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)
+    step = reader.step_of([rows])
+    assert step is not None
+    return next((fault for place in places.layers if (fault := _fault(places, reader, place, step, rows))), "")
+
+
+def _fault(places: KVLayout, reader: DocumentReader, place: LayerPlace, step: InPlaceStep, rows: OwnRows) -> str:
     """Why a layer does not read what it should; empty: it does."""
     layer, impl = place.layer, place.layer.impl
     if getattr(impl, "alibi_slopes", None) is not None or _has_window(impl) != bool(place.window):
         return f"{place.name} has a bias, or a window that only its implementation knows"
-    rows = OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)
-    step = reader.step_of([rows])
-    assert step is not None
     generator = torch.Generator().manual_seed(0)
     dtype = layer_dtype(place)
 
@@ -99,7 +97,7 @@ def _fault(places: KVLayout, reader: DocumentReader, place: LayerPlace, request:
     total = NUM_BEFORE + NUM_ROWS + 2 * NUM_TOKENS
     keys, values = drawn(total, keys_heads, key_size), drawn(total, keys_heads, value_size)
     slots = [places.slots((1,), 0, NUM_BEFORE + NUM_ROWS)]
-    slots += [places.slots(read.blocks, read.start, read.num_tokens) for read in request.reads]
+    slots += [places.slots(read.blocks, read.start, read.num_tokens) for read in rows.request.reads]
     place.layout.write(torch.cat(slots).to(places.device), keys, values)
     own = slice(NUM_BEFORE, NUM_BEFORE + NUM_ROWS)
     output = torch.zeros(NUM_ROWS, heads, value_size, dtype=dtype, device=places.device)
