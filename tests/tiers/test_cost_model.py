@@ -228,7 +228,7 @@ def test_where_chunks_are_always_loaded_no_tier_is_too_slow_and_waiting_still_en
     assert 5.0 < fetch_policy.longest_wait(1000, 0.001) < 6.0
 
 
-def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing() -> None:
+def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing_or_150_ms() -> None:
     fast, unknown = TroubledTier("host"), TroubledTier("disk")
     fetch_policy = FetchPolicy([fast, unknown], FakeClock())
     fetch_policy.note_miss(fast, 0.001, 0.001)
@@ -238,7 +238,12 @@ def test_patience_is_what_loading_is_expected_to_take_but_no_more_than_computing
     )
     fetch_policy.note_hit(fast, 10**8, 0.02, 0.02)
     assert fetch_policy.timeout([fast, unknown], 10**8, None) == pytest.approx(0.15 + 0.02 + 1.0)
-    assert fetch_policy.timeout([fast, unknown], 10**8, 0.3) == pytest.approx(0.45)
+    assert fetch_policy.timeout([fast, unknown], 10**8, 0.3) == pytest.approx(0.3)
+    for compute_seconds in (0.001, 0.06, 0.149):
+        assert fetch_policy.timeout([fast, unknown], 10**8, compute_seconds) == pytest.approx(0.15)
+        assert fetch_policy.longest_wait(10**8, compute_seconds) == pytest.approx(0.15)
+    assert fetch_policy.longest_wait(10**8, 2.0) == pytest.approx(2.0)
+    assert fetch_policy.longest_wait(10**8, None) == pytest.approx(1.15)
 
 
 # the real thing

@@ -11,7 +11,8 @@ from kvmosaic.tiers.cost import LoadCost
 from kvmosaic.tiers.tier import Tier
 
 FIRST_TIMEOUT_SECONDS = 0.15
-"""Wait limit on top of the expected load time: the maximum that a hanging tier costs a request."""
+"""Wait limit on top of the expected load time, and the maximum that a slow or hanging tier adds to a request whose
+chunks are computed faster than this; a request with more to compute waits at most as long as computing takes."""
 ALWAYS_PATIENCE_SECONDS = 5.0
 """Wait limit where chunks are always loaded, independent of their compute time."""
 SLOWEST_BYTES_PER_SECOND = 100e6
@@ -73,14 +74,17 @@ class FetchPolicy:
             )
         if self._loads_always:
             return ALWAYS_PATIENCE_SECONDS + expected
-        return FIRST_TIMEOUT_SECONDS + (expected if compute_seconds is None else min(expected, compute_seconds))
+        patience = FIRST_TIMEOUT_SECONDS + expected
+        return patience if compute_seconds is None else min(patience, max(FIRST_TIMEOUT_SECONDS, compute_seconds))
 
     def longest_wait(self, num_bytes: int, compute_seconds: float | None) -> float:
-        """Seconds to wait for all chunks of a request together: their compute time."""
+        """Seconds to wait for all chunks of a request together: their compute time, if that is not very short."""
         unknown = num_bytes / SLOWEST_BYTES_PER_SECOND
         if self._loads_always:
             return ALWAYS_PATIENCE_SECONDS + max(unknown, compute_seconds or 0.0)
-        return FIRST_TIMEOUT_SECONDS + (unknown if compute_seconds is None else compute_seconds)
+        if compute_seconds is None:
+            return FIRST_TIMEOUT_SECONDS + unknown
+        return max(FIRST_TIMEOUT_SECONDS, compute_seconds)
 
     def take_probe_slot(self, tier: Tier) -> bool:
         """Takes the probe slot of a tier that is not worth asking; if True, the caller must probe it now."""
