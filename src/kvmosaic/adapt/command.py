@@ -15,8 +15,10 @@ from kvmosaic.eval.commands import QuestionOptions
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:
+    from kvmosaic.eval.cases import parts_of
+
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in parts_of(name, text))
     except ValueError:
         raise InvalidConfig(f"{name} is {text!r:.80}; give whole numbers, parted by commas") from None
 
@@ -41,7 +43,7 @@ class LessonOptions:
     questions_per_lesson: Annotated[
         int,
         typer.Option(min=1, max=64, help="Questions about the documents of a lesson, which are computed once for all."),
-    ] = 6
+    ] = 12
     lessons_per_step: Annotated[
         int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
     ] = 1
@@ -61,12 +63,12 @@ class LessonOptions:
 class UpdateOptions:
     """What is updated, how far and how often."""
 
-    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 400
+    steps: Annotated[int, typer.Option(min=1, max=10**6, help="Most steps of training.")] = 150
     rank: Annotated[int, typer.Option(min=1, max=1_024, help="Rank of the updates.")] = 16
     targets: Annotated[
         str, typer.Option(metavar="NAMES", help="Endings of the names of linear layers that are updated.")
     ] = "q_proj,k_proj,v_proj,o_proj"
-    learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 2e-3
+    learning_rate: Annotated[float, typer.Option(help="Largest step of the optimizer.")] = 4e-4
 
 
 @grouped
@@ -89,13 +91,14 @@ def adapt_command(
     """
     from kvmosaic.adapt.run import Adapting, adapt
     from kvmosaic.adapt.trainer import AdaptSettings
+    from kvmosaic.eval.cases import parts_of
 
     settings = AdaptSettings(
         rank=update.rank,
-        targets=tuple(part.strip() for part in update.targets.split(",")),
+        targets=parts_of("--targets", update.targets),
         learning_rate=update.learning_rate,
         steps=update.steps,
-        strategies=tuple(part.strip() for part in lessons.strategies.split(",")),
+        strategies=parts_of("--strategies", lessons.strategies),
         context=lessons.context,  # type: ignore[arg-type]  # checked there
         num_documents=_numbers("--prompt-documents", lessons.prompt_documents),
         questions=lessons.questions_per_lesson,

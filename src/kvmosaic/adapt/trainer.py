@@ -43,14 +43,14 @@ class AdaptSettings:
     rank: int = 16
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Endings of the names of the linear layers that get an update."""
-    learning_rate: float = 2e-3
-    steps: int = 400
+    learning_rate: float = 4e-4
+    steps: int = 150
     strategies: tuple[str, ...] = ("sequential",)
     """Positions of the documents, drawn for each lesson; a name that occurs twice is drawn twice as often."""
     context: ChunkContext = "system"
     num_documents: tuple[int, ...] = (2, 3, 3, 4, 6)
     """Documents of a lesson, drawn in the same way."""
-    questions: int = 6
+    questions: int = 12
     """Questions of a lesson: reading the documents is paid once."""
     answer_tokens: int = 16
     lessons_per_step: int = 1
