@@ -87,19 +87,28 @@ PLANTED = ("other_frequency", "larger_keys_far_out", "kernel_scale", "stored_els
 
 
 def checked(engine, *, begins_in_the_middle: bool) -> dict[str, object]:
-    """What the checks at start say of the model, and of faults and mistakes in turn in its first and a middle layer."""
+    """What the checks at start say of the model, and of faults and mistakes in turn in its first and a middle layer.
+
+    The attention of each layer is called alone, so a fault is looked for among few layers: its own, and the one before.
+    """
     places, nested = places_of(engine)
     wrong = []
     turns = itertools.cycle((0, len(places.layers) // 2))
     if begins_in_the_middle:
         next(turns)
+
+    def some(layer: int) -> tuple[int, ...]:
+        return tuple(range(max(0, layer - 1), layer + 1))
+
     for fault in PLANTED:
         layer = next(turns)
         with FAULTS[fault](places, layer):
-            wrong.append([fault, places.layers[layer].name, check_attention(places, nested)])
+            layers = tuple(places.layers[i] for i in some(layer))
+            wrong.append([fault, places.layers[layer].name, check_attention(replace(places, layers=layers), nested)])
     for mistake, change in MISTAKES.items():
         layer = next(turns)
         layers = tuple(change(place) if i == layer else place for i, place in enumerate(places.layers))
+        layers = tuple(layers[i] for i in some(layer))
         wrong.append([mistake, places.layers[layer].name, check_attention(replace(places, layers=layers), nested)])
     correct = [check(places, nested), check_attention(places, nested), check_caches(places, nested.max_length)]
     return {"correct": correct, "wrong": wrong}

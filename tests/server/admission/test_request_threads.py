@@ -81,6 +81,16 @@ def test_what_waits_is_cancelled_when_the_threads_end(threads: FairThreads) -> N
     wait(blocked, 60)
 
 
+def test_who_waits_for_work_that_was_cancelled_is_woken(threads: FairThreads) -> None:
+    free = threading.Event()
+    running = [threads.submit(f"busy {number}", free.wait, 60) for number in range(2)]
+    queued = [threads.submit("a", divmod, 1, 1) for _ in range(3)]
+    threads.shutdown()
+    assert not wait(queued, 5).not_done
+    free.set()
+    assert not wait(running, 30).not_done
+
+
 def test_nothing_is_kept_of_tenants_that_have_gone(threads: FairThreads) -> None:
     wait([threads.submit(f"tenant {number}", divmod, 7, 2) for number in range(200)], 60)
     assert threads.submit("last", divmod, 7, 2).result(30)

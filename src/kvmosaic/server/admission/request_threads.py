@@ -90,7 +90,8 @@ class FairThreads:
                 line.work.clear()
             self._changed.notify_all()
         for future in waiting:
-            future.cancel()
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # wakes who waits for several
 
     def _run(self) -> None:
         while True:
