@@ -82,6 +82,21 @@ def test_returned_experts_are_a_reason_to_compose_nothing(part: str) -> None:
     assert found is not None and found.code == "routed_experts"
 
 
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_per_token_head", "nvfp4", "int8"])
+def test_a_cache_in_another_format_is_a_reason_to_compose_nothing(name: str) -> None:
+    cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype=name)
+    group = SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())
+    model = SimpleNamespace(is_encoder_decoder=False)
+    config = SimpleNamespace(
+        cache_config=cache, parallel_config=SimpleNamespace(), model_config=model, speculative_config=None
+    )
+    found = engine_trouble(config, SimpleNamespace(kv_cache_groups=[group]))
+    if name in ("auto", "bfloat16", "fp8", "fp8_e5m2"):
+        assert found is None
+    else:
+        assert found is not None and found.code == "cache_dtype" and f"kept as {name}" in found.reason
+
+
 @pytest.mark.parametrize(
     ("facts", "options", "reason"),
     [

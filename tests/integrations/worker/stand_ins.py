@@ -77,6 +77,23 @@ class Latent(Backend):
             row[:LATENT], row[LATENT:] = latent[token], rotary[token, 0]
 
 
+class EightBits:
+    """Writes bytes, as another backend writes numbers: the nearest float8 number to x / scale."""
+
+    alibi_slopes: Any = None
+
+    def __init__(self, inner: Backend, kept: torch.dtype) -> None:
+        self.inner, self.kept = inner, kept
+
+    def do_kv_cache_update(self, layer: Any, keys: Tensor, values: Tensor, cache: Any, slots: Tensor) -> None:
+        most = torch.finfo(self.kept).max
+        codes = [
+            (numbers.float() / scale).clamp(-most, most).to(self.kept).view(torch.uint8)
+            for numbers, scale in ((keys, layer._k_scale), (values, layer._v_scale))
+        ]
+        self.inner.do_kv_cache_update(layer, *codes, cache, slots)
+
+
 class Layer(nn.Module):
     """An attention layer."""
 
@@ -146,8 +163,17 @@ def strided(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) 
     return torch.empty_permuted(shape, order, dtype=dtype).zero_()
 
 
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
 def cache_of(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Layer, Any]:
-    """A layer with a cache of zeros."""
+    """A layer with a cache of zeros; of bytes, if the kind ends in a format such as "in fp8"."""
+    kind, _, name = kind.partition(" in ")
+    if name:
+        layer, cache = cache_of(kind, torch.uint8)
+        layer.impl, layer.kv_cache_dtype, layer.dtype = EightBits(layer.impl, EIGHT_BITS[name]), name, dtype
+        layer._k_scale, layer._v_scale = torch.tensor(0.03), torch.tensor(0.5)
+        return layer, cache
     head = (BLOCKS, SIZE, HEADS, KEY)
     match kind:
         case "joined by head":

@@ -117,9 +117,9 @@ JOINED = torch.zeros(BLOCKS, HEADS, SIZE, KEY + VALUE)
 ROWS = torch.zeros(BLOCKS, SIZE, LATENT + TURNING)
 LATENT_SIZES = {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNING}
 REFUSED: dict[str, tuple[Layer, Any, str]] = {
-    "quantized": (Layer(Joined()), JOINED.to(torch.uint8), "torch.uint8; only unquantized caches"),
+    "quantized": (Layer(Joined()), JOINED.to(torch.uint8), "torch.uint8 .auto.; beside plain numbers"),
     "quantized, of a shape of its own": (Layer(Joined()), torch.zeros(6, 2, 8, 68, dtype=torch.int8), "unquantized"),
-    "quantized on a CPU": (Layer(CpuVector(), "CPU_ATTN"), JOINED.to(torch.float8_e4m3fn), "unquantized"),
+    "quantized on a CPU": (Layer(CpuVector(), "CPU_ATTN"), JOINED.to(torch.float8_e4m3fn), "beside plain numbers"),
     "a latent quantized": (Layer(Joined(), **LATENT_SIZES), ROWS.to(torch.uint8), "unquantized"),
     "written elsewhere": (Layer(StackedFirst()), torch.zeros(BLOCKS, 2, SIZE, HEADS, KEY), "not found|fails"),
     "rounded on a CPU": (Layer(Quantizing(), "CPU_ATTN"), JOINED, "keys that the CPU kernel wrote are not found"),

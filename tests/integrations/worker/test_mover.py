@@ -32,6 +32,7 @@ class Share:
 
     def __init__(self, kinds: tuple[str, ...], dtype: torch.dtype = torch.float32, block_size: int = SIZE) -> None:
         made = {f"layers.{i}.attn": cache_of(kind, dtype) for i, kind in enumerate(kinds)}
+        self.made = made
         self.rotary = Rotary(dtype=dtype)
         self.part = Rotary(TURNING, is_neox_style=False, dtype=dtype, head_size=TURNING)
         modules = []

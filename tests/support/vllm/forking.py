@@ -108,15 +108,26 @@ def _run(main: Callable[[socket.socket], None], end: socket.socket, log: int) ->
 
 
 class ForkedEngine(Fork):
-    """`vllm.LLM` in a fork, with the plugin unless told otherwise; `environment` holds for the fork alone."""
+    """`vllm.LLM` in a fork, with the plugin unless told otherwise; environment and `prepare` are for the fork alone."""
 
     def __init__(
-        self, model: Path, *, plugin: bool = True, environment: Mapping[str, str] | None = None, **options: Any
+        self,
+        model: Path,
+        *,
+        plugin: bool = True,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> None:
         options = {**OPTIONS, **options}
         if plugin:
             options.setdefault("kv_transfer_config", CONNECTOR)
-        super().__init__(lambda end: inside.serve(str(model), options, end), environment or {})
+
+        def main(end: socket.socket) -> None:
+            prepare()
+            inside.serve(str(model), options, end)
+
+        super().__init__(main, environment or {})
         self._lines = self.socket.makefile("rw")
         self._read()  # it is up
 

@@ -207,3 +207,5 @@ class WorkerFacts:
     """The fingerprint of this worker's weights; empty: unknown."""
     num_positions: int = 0
     """Positions of the model's rotary table; 0: unknown."""
+    cache_format: str = ""
+    """Format in eight bits of its cache, where keys that are moved are rounded once more; empty: there is none."""

@@ -71,6 +71,8 @@ class ComposedReport:
     """Outcome of the text before the first chunk, if there is one."""
     copied: str = ""
     """Why its documents were copied, where reading them in place was chosen."""
+    cache_format: str = ""
+    """Format in eight bits in which copies are kept, so that keys that were moved are rounded again; empty: none."""
     max_positions: int | None = None
     """Positions that the model was trained for, if known."""
 
@@ -121,10 +123,21 @@ class ComposedReport:
             },
             "advice": [],
             # vLLM reads the request itself, so there are none about its fields
-            "warnings": [f"documents were copied, not read in place: {self.copied}"] if self.copied else [],
+            "warnings": self._warnings(),
             "repair": None,  # repaired tokens are among the recomputed tokens; their time is unknown here
             "bypass": self.bypass or None,
         }
+
+    def _warnings(self) -> list[str]:
+        warnings = [f"documents were copied, not read in place: {self.copied}"] if self.copied else []
+        # in shared positions they are moved to be repaired, one after the other
+        is_moved = any(view.distance for view in self.layout.last.views) or (self.repair and self.layout.rules.overlaps)
+        if self.cache_format and is_moved:
+            warnings.append(
+                f"keys of documents were moved, and rounded to {self.cache_format} once more; keys that are read in "
+                "place are not"
+            )
+        return warnings
 
     def segments(self) -> tuple[SegmentReuse, ...]:
         """System text, texts, chunks and question, in prompt order; an empty system text is omitted."""

@@ -59,6 +59,8 @@ class ComposedRequest:
     """Moves for the case that the request is admitted in this step: parts of pieces, and the blocks that hold them."""
     copied: str = ""
     """Why it gets copies of its documents, where reading them in place was chosen."""
+    cache_format: str = ""
+    """Format in eight bits in which its copies are kept; empty: none."""
     in_place: InPlacePlan | None = None
     """How it reads its documents where they are stored; None: it gets copies of them."""
     whole_prompt: list[int] = field(default_factory=list)
@@ -108,6 +110,7 @@ def report_of(composed: ComposedRequest, max_positions: int | None = None) -> Co
         min(composed.num_cached, composed.composition.end),
         rest=rest,
         copied=composed.copied,
+        cache_format=composed.cache_format,
         max_positions=max_positions,
     )
 

@@ -174,6 +174,7 @@ class SchedulerSide:
         if composed.bypass is None:
             if not in_place:
                 composed.copied = why_copied(request, composition, self._facts, is_alone=self._is_alone)
+                composed.cache_format = next((fact.cache_format for fact in self._facts if fact.cache_format), "")
             self._take_apart(composed, in_place=in_place)
         if composed.bypass is not None:
             self.tally.bypassed(composed.bypass.code)

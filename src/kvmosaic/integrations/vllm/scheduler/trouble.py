@@ -59,6 +59,10 @@ def connectors_trouble(engine: Any, own: Any) -> Bypass | None:
     return None
 
 
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""vLLM's names of dtypes of its cache that can be read: plain numbers, or float8 with one scale for each layer."""
+
+
 def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
     """Why this engine cannot compose requests; None if it can."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -83,8 +87,11 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
         return Bypass(
             "cache_kind", f"the model's KV cache is of kind {kind}; chunks can be moved in full attention only"
         )
-    if str(cache.cache_dtype) not in ("auto", "float16", "bfloat16", "float32"):
-        return Bypass("cache_dtype", f"the KV cache is kept as {cache.cache_dtype}; use --kv-cache-dtype auto")
+    if str(cache.cache_dtype) not in CACHE_DTYPES:
+        return Bypass(
+            "cache_dtype",
+            f"the KV cache is kept as {cache.cache_dtype}, which is not read; use --kv-cache-dtype auto, or fp8",
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return Bypass(

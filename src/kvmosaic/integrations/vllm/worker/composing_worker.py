@@ -105,6 +105,7 @@ class ComposingWorker:
             can_read_in_place=self._reader is not None,
             no_reading=no_reading,
             num_positions=places.num_positions,
+            cache_format=places.cache_format,
         )
         if no_reading:
             _log.warning("kvmosaic: documents are copied into requests, not read in place: %s", no_reading)

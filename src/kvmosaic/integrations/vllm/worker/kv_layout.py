@@ -30,6 +30,11 @@ class LayerPlace:
     window: int = 0
     """How many tokens a token sees, itself among them, counted in its request; 0: all before it."""
 
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which its cache keeps numbers of this one."""
+        quantization = self.layout.quantization
+        return dtype if quantization is None else quantization.format
+
     @property
     def mask(self) -> MaskSpec:
         """What a token sees where positions are counted, as they are in documents that are read in place."""
@@ -123,6 +128,12 @@ class KVLayout:
     def num_positions(self) -> int:
         """Positions that the tables of all layers have."""
         return min(place.rotation.num_positions for place in self.layers if place.rotation is not None)
+
+    @property
+    def cache_format(self) -> str:
+        """Name of the format in eight bits that some layer's cache has; empty: none has."""
+        found = (place.layout.quantization for place in self.layers)
+        return next((str(how.format).removeprefix("torch.") for how in found if how is not None), "")
 
     def require(self, position: int) -> None:
         """Raises `PromptTooLong` if the table of some layer has no such position."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,10 @@ class ModelTrial:
             if found := self._found.get(place.name, f"{place.name}: it was not called with positions, or not at all"):
                 return found
         return self._whole(plan.tail_run, hidden, slice(plan.tail, None)) or self._whole(
-            RepairedRun(plan.first_blocks, 0, plan.tokens[: plan.head], plan.positions[-1]), hidden, slice(plan.head)
+            RepairedRun(plan.first_blocks, 0, plan.tokens[: plan.head], plan.positions[-1]),
+            hidden,
+            slice(plan.head),
+            self._kept(),
         )
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor) -> None:
@@ -235,8 +239,20 @@ class ModelTrial:
 
     # The whole model
 
-    def _whole(self, run: RepairedRun, hidden: list[Tensor], tokens: slice) -> str:
-        """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states."""
+    def _kept(self) -> torch.dtype | None:
+        """The format in eight bits of some cache, where keys are rounded anew at each position; None: there is none."""
+        name = self._places.cache_format
+        return getattr(torch, name) if name else None
+
+    def _whole(self, run: RepairedRun, hidden: list[Tensor], tokens: slice, kept: torch.dtype | None = None) -> str:
+        """Recomputes a part of the text in another forward: compares the first layer's inputs and hidden states.
+
+        Args:
+            run: the part.
+            hidden: hidden states of the whole text.
+            tokens: the part's.
+            kept: its noise is that of roundings to this dtype; None: to that of the numbers.
+        """
         num_tokens, seen = len(run.token_ids), list[Tensor]()
 
         def look(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> None:
@@ -245,7 +261,7 @@ class ModelTrial:
 
         with self._hooked(look):
             found = outputs(self._nested.forward([run], compiled=False), num_tokens)
-        with self._hooked(_add_noise):
+        with self._hooked(partial(_add_noise, kept=kept)):
             noisy = outputs(self._nested.forward([run], compiled=False), num_tokens)
         where = f"tokens {run.start} to {run.start + num_tokens - 1} at position {run.position}"
         for one, other in zip(seen, self._inputs, strict=False):
@@ -264,10 +280,12 @@ class ModelTrial:
         return ""
 
 
-def _add_noise(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> tuple[Any, Any]:
+def _add_noise(
+    module: nn.Module, args: Any, kwargs: Any, positions: Tensor, *, kept: torch.dtype | None = None
+) -> tuple[Any, Any]:
     def noisy(each: Any) -> Any:
         is_row = isinstance(each, Tensor) and each.is_floating_point() and each.dim() and len(each) == len(positions)
-        return perturbed(each) if is_row else each
+        return perturbed(each, kept=kept) if is_row else each
 
     args, kwargs = tree_map(noisy, (args, kwargs))
     return args, kwargs

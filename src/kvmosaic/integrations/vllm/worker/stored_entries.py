@@ -48,10 +48,13 @@ class StoredEntries:
         """Describes the layers of `places`.
 
         Raises:
-            InvalidConfig: zstandard is requested and not installed. NotMovable: layers of several dtypes.
+            InvalidConfig: zstandard is requested and not installed.
+            NotMovable: layers of several dtypes, or a cache in eight bits.
         """
         if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
             raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
+        if places.cache_format:
+            raise NotMovable(f"the KV cache is kept as {places.cache_format}; tiers store plain numbers only")
         layers, dtypes = [], set()
         for index, place in enumerate(places.layers):
             keys, values = place.layout.read(torch.zeros(1, dtype=torch.int64, device=places.device))

@@ -16,7 +16,7 @@ from kvmosaic.errors import NativeUnavailable
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
-from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
+from kvmosaic.integrations.vllm.worker.layouts.paged import pages_of
 from kvmosaic.rope import RotationTables, paired
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class MaskReads:
         """All reads of a layer by the Triton kernel, from the cache itself; the keys of own rows are stored there."""
         from kvmosaic.attention.triton import PagedCache, TritonReader
 
-        layout = place.layout
-        assert isinstance(layout, PagedLayout)
+        pages, how = pages_of(place.layout), place.layout.quantization
+        assert pages is not None
         if self._pages is None:
             self._pages = TritonReader(self._plan)
         tables = self._tables(place.rotation, query.shape[2]) if self._plan.is_moved else None
-        cache = PagedCache(layout.keys, layout.values, self._step.table, self._block_size)
+        cache = PagedCache(*pages, self._step.table, self._block_size, None if how is None else how.scales)
         return self._pages.attend_paged(query, cache, scaling=scaling, softcap=softcap, tables=tables)
 
     def attend(

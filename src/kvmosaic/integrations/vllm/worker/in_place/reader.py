@@ -15,7 +15,8 @@ from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads, att
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuVectorLayout
-from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
+from kvmosaic.integrations.vllm.worker.layouts.paged import pages_of
+from kvmosaic.integrations.vllm.worker.layouts.quantized import FORMATS
 from kvmosaic.integrations.vllm.worker.position_shift import step_slots
 from kvmosaic.layers.geometry import MaskSpec
 
@@ -152,6 +153,8 @@ class DocumentReader:
         assert step is not None
         place = self._by_name[layer_name]
         rows = step.rows
+        if query.dtype in FORMATS.values():  # by the layer, for a kernel that takes no others
+            query = (query.float() * place.layer._q_scale).to(key.dtype)
         softcap = float(impl.logits_soft_cap or 0) or None
         reads = self._reads[place.mask]
         if self._is_paged:
@@ -159,7 +162,7 @@ class DocumentReader:
         else:
             stored_keys, stored_values = self._stored(place, step)
             pools = {
-                None: (key[rows], value[rows]),
+                None: self._own(place, key[rows], value[rows]),
                 "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
             }
             result, lse = reads.attend(place, query[rows], pools, float(impl.scale), softcap)
@@ -169,6 +172,11 @@ class DocumentReader:
             self._errors[layer_name] = relative_error(result, output[rows])
             return
         output[rows] = result.to(output.dtype)
+
+    def _own(self, place: LayerPlace, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a forward's own rows as its kernel reads them, which stored them before."""
+        how = place.layout.quantization
+        return (keys, values) if how is None else how.rounded(keys, values)
 
     def _stored(self, place: LayerPlace, step: InPlaceStep) -> tuple[Tensor, Tensor]:
         """Keys [S, G, D] and values [S, G, Dv] of a step's slots, valid until the next call."""
@@ -215,11 +223,10 @@ def why_not_paged(places: KVLayout) -> str:
     except ImportError as error:
         return f"documents are read by a Triton kernel, and Triton cannot be imported: {error}"
     for place in places.layers:
-        layout = place.layout
-        if not isinstance(layout, PagedLayout):
-            return f"{place.name}: a cache of the kind {type(layout).__name__} has no blocks of whole tokens"
-        dtype = layer_dtype(place)
-        if reason := triton.why_not_paged(dtype, int(place.layer.num_heads), layout.keys, layout.values):
+        pages = pages_of(place.layout)
+        if pages is None:
+            return f"{place.name}: a cache of the kind {type(place.layout).__name__} has no blocks of whole tokens"
+        if reason := triton.why_not_paged(layer_dtype(place), int(place.layer.num_heads), *pages):
             return f"{place.name} has {reason}"
     return ""
 

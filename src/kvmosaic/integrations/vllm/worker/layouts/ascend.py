@@ -11,6 +11,7 @@ from torch import Tensor
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, numbered, require_plain, stand_in
 from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
+from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization
 
 _PACKAGE = "vllm_ascend."
 
@@ -82,6 +83,7 @@ class AscendLatentLayout:
     """
 
     is_latent = True
+    quantization: Quantization | None = None
     is_sorted_apart = True
     """The rotary part is stored in halves, also where the model pairs neighbours."""
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvmosaic.attention.native.backend import Library, load_library
 from kvmosaic.attention.native.gather import gather
 from kvmosaic.errors import NativeUnavailable, NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization, QuantizedLayout
 
 
 class CpuWriter:
@@ -41,15 +42,18 @@ class CpuLayout:
     """The cache of a layer of the CPU backend, in any order."""
 
     @classmethod
-    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> CpuVectorLayout | CpuTiledLayout | None:
+    def of(
+        cls, layer_name: str, layer: Any, kv_cache: Any
+    ) -> CpuVectorLayout | CpuTiledLayout | QuantizedLayout | None:
         """The layout of a layer of the CPU backend; None for a layer of another one.
 
         Raises:
-            NotMovable: a quantized cache, or one from which written numbers are not read back.
+            NotMovable: a cache that is quantized otherwise than in float8 with a scale for each layer, or from which
+                written numbers are not read back.
         """
         if not isinstance(kv_cache, Tensor) or layer.attn_backend.get_name() != "CPU_ATTN":
             return None
-        require_plain(layer_name, kv_cache)
+        quantization = Quantization.of(layer_name, layer, kv_cache)
         num_heads, key_size, value_size = heads_of(layer)
         if kv_cache.dim() != 4 or kv_cache.shape[1] != num_heads or kv_cache.shape[3] != key_size + value_size:
             raise NotMovable(
@@ -57,12 +61,12 @@ class CpuLayout:
                 f"[blocks, {num_heads}, block size, {key_size + value_size}]"
             )
         writer = CpuWriter(layer)
-        if key_size == value_size and _is_found(CpuVectorLayout(stand_in(kv_cache, 0), writer)):
-            return CpuVectorLayout(kv_cache, writer)
-        places = _places(layer_name, kv_cache, writer, key_size, value_size)
-        if not _is_found(CpuTiledLayout(stand_in(kv_cache, 0), writer, *places)):
+        if key_size == value_size and _is_found(CpuVectorLayout(stand_in(kv_cache, 0), writer), quantization):
+            return _numbers(CpuVectorLayout(kv_cache, writer), quantization)
+        places = _places(layer_name, kv_cache, writer, key_size, value_size, quantization)
+        if not _is_found(CpuTiledLayout(stand_in(kv_cache, 0), writer, *places), quantization):
             raise NotMovable(f"{layer_name}: the CPU kernel packs tokens together; they cannot be moved apart")
-        return CpuTiledLayout(kv_cache, writer, *places)
+        return _numbers(CpuTiledLayout(kv_cache, writer, *places), quantization)
 
 
 class CpuVectorLayout:
@@ -74,6 +78,7 @@ class CpuVectorLayout:
     """
 
     is_latent = False
+    quantization: Quantization | None = None
 
     def __init__(self, cache: Tensor, writer: CpuWriter) -> None:
         """Takes a cache [N, G, P, 2D]."""
@@ -108,6 +113,7 @@ class CpuTiledLayout:
     """
 
     is_latent = False
+    quantization: Quantization | None = None
 
     def __init__(self, cache: Tensor, writer: CpuWriter, key_places: Tensor, value_places: Tensor) -> None:
         self.cache, self.writer = cache, writer
@@ -137,7 +143,21 @@ def _library() -> Library | None:
         return None
 
 
-def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+def _numbers(
+    layout: CpuVectorLayout | CpuTiledLayout, quantization: Quantization | None
+) -> CpuVectorLayout | CpuTiledLayout | QuantizedLayout:
+    """The layout of numbers, of one that may be of bytes; these are written by the kernel."""
+    return layout if quantization is None else QuantizedLayout(layout, quantization, by_kernel=True)
+
+
+def _places(
+    layer_name: str,
+    cache: Tensor,
+    writer: CpuWriter,
+    key_size: int,
+    value_size: int,
+    quantization: Quantization | None,
+) -> tuple[Tensor, Tensor]:
     """Locations in a block of each number of each token: keys [P, G, D], values [P, G, Dv]."""
     trial = stand_in(cache, 0, num_blocks=1)
     _, num_heads, block_size, _ = trial.shape
@@ -148,17 +168,22 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
         ranks = torch.arange(total).reshape(block_size, num_heads, sizes[which])
         rank_at = torch.zeros(trial.numel(), dtype=torch.int64)
         is_mine = torch.zeros(trial.numel(), dtype=torch.bool)
-        # numbers above 256 are not exact in every dtype: a rank is written as base-128 digits, each plus one
-        for shift in range(0, max(1, total.bit_length()), 7):
-            digit = (ranks >> shift) % 128 + 1
+        # numbers above 256 are not exact in every dtype: a rank is written as base-64 digits, each plus one
+        for shift in range(0, max(1, total.bit_length()), 6):
+            digits = (ranks >> shift) % 64
             given = {name: torch.zeros(block_size, num_heads, size) for name, size in sizes.items()}
-            given[which] = digit
+            first, dtype = 1, trial.dtype
+            if quantization is None:
+                given[which] = digits + first
+            else:  # the bytes themselves count
+                first, dtype = quantization.first_code, quantization.dtype
+                given[which] = quantization.numbered(digits, list(sizes).index(which))
             trial.zero_()
-            typed = {name: tensor.to(trial.dtype) for name, tensor in given.items()}
+            typed = {name: tensor.to(dtype) for name, tensor in given.items()}
             writer(trial, torch.arange(block_size), typed["keys"], typed["values"])
             seen = trial.view(-1).to(torch.int64)
             is_mine |= seen > 0
-            rank_at += (seen - 1).clamp(min=0) << shift
+            rank_at += (seen - first).clamp(min=0) << shift
         places = torch.full((total,), -1)
         mine = is_mine.nonzero()[:, 0]
         if len(mine) != total or not torch.equal(rank_at[mine].sort().values, torch.arange(total)):
@@ -168,7 +193,7 @@ def _places(layer_name: str, cache: Tensor, writer: CpuWriter, key_size: int, va
     return found["keys"], found["values"]
 
 
-def _is_found(layout: CpuVectorLayout | CpuTiledLayout) -> bool:
+def _is_found(layout: CpuVectorLayout | CpuTiledLayout, quantization: Quantization | None) -> bool:
     """Whether the kernel writes numbers where this layout reads them."""
     _, num_heads, _, size = layout.cache.shape
-    return is_read_back(layout, num_heads, size - layout.key_size, layout.cache)
+    return is_read_back(_numbers(layout, quantization), num_heads, size - layout.key_size, layout.cache)

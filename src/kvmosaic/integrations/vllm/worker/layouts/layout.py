@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.worker.layouts.quantized import PLAIN, Quantization
 
 
 class KeyValueLayout(Protocol):
@@ -25,6 +26,10 @@ class KeyValueLayout(Protocol):
     """D, the head size of a key; for a latent row, its full size."""
     is_latent: bool
     """One row per token instead of keys and values; its last numbers are the rotary part."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How numbers are kept in eight bits, which `read` and `write` do not show; None: as they are."""
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor | None]:
         """Copies the content of these slots.
@@ -48,7 +53,7 @@ def heads_of(layer: Any) -> tuple[int, int, int]:
 
 def require_plain(layer_name: str, cache: Tensor) -> None:
     """Raises `NotMovable` unless the cache holds plain floating-point numbers."""
-    if cache.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if cache.dtype not in PLAIN:
         raise NotMovable(
             f"{layer_name} keeps keys and values as {cache.dtype}; only unquantized caches can be moved: "
             "start with --kv-cache-dtype auto"
@@ -62,9 +67,12 @@ def stand_in(cache: Tensor, block_dim: int, num_blocks: int = 2) -> Tensor:
 
 def numbered(num_tokens: int, num_heads: int, size: int, *, like: Tensor, first: int = 0) -> Tensor:
     """[T, G, D] of small whole numbers, exact in every dtype, different from their neighbours in every dimension."""
-    shape = (num_tokens, num_heads, size)
-    numbers = torch.arange(num_tokens * num_heads * size, dtype=torch.int64).reshape(shape)
-    return ((numbers * 31 + first) % 251).to(device=like.device, dtype=like.dtype)
+    return _counted(num_tokens, num_heads, size, first, 251).to(device=like.device, dtype=like.dtype)
+
+
+def _counted(num_tokens: int, num_heads: int, size: int, first: int, below: int) -> Tensor:
+    numbers = torch.arange(num_tokens * num_heads * size, dtype=torch.int64).reshape(num_tokens, num_heads, size)
+    return (numbers * 31 + first) % below
 
 
 def is_read_back(
@@ -80,8 +88,17 @@ def is_read_back(
         write: the kernel that writes, called with slots, keys and values; None: that of the layout.
     """
     slots = torch.arange(layout.num_slots, device=like.device).flip(0)
-    keys = numbered(len(slots), num_heads, layout.key_size, like=like)
-    values = numbered(len(slots), num_heads, value_size, like=like, first=7)
+    how = layout.quantization
+    if how is None:
+        keys = numbered(len(slots), num_heads, layout.key_size, like=like)
+        values = numbered(len(slots), num_heads, value_size, like=like, first=7)
+    else:
+        keys, values = (
+            how.numbered(_counted(len(slots), num_heads, width, first, 61), which).to(like.device)
+            for which, (width, first) in enumerate(((layout.key_size, 0), (value_size, 7)))
+        )
     (write or layout.write)(slots, keys, values)
     read_keys, read_values = layout.read(slots)
+    if how is not None:  # what is read is not rounded to the layer's dtype
+        read_keys, read_values = read_keys.to(how.dtype), None if read_values is None else read_values.to(how.dtype)
     return torch.equal(read_keys, keys) and read_values is not None and torch.equal(read_values, values)

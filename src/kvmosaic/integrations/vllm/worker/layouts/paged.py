@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, numbered, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.layout import (
+    KeyValueLayout,
+    heads_of,
+    is_read_back,
+    numbered,
+    require_plain,
+    stand_in,
+)
+from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization, QuantizedLayout
 
 
 class PagedLayout:
@@ -19,6 +27,7 @@ class PagedLayout:
     """
 
     is_latent = False
+    quantization: Quantization | None = None
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -39,16 +48,16 @@ class PagedLayout:
 
 def checked(
     layer_name: str, layer: Any, caches: tuple[Tensor, ...], block_dim: int, views: Callable[..., tuple[Tensor, Tensor]]
-) -> PagedLayout:
+) -> PagedLayout | QuantizedLayout:
     """Creates the layout of a layer's cache, seen through `views(*caches)`.
 
     The layer's backend writes numbers into a small cache of the same order, and the views must show them.
 
     Raises:
-        NotMovable: they do not, the views' shape is not that of the layer's heads, or the cache is quantized.
+        NotMovable: they do not, the views' shape is not that of the layer's heads, or the cache is quantized otherwise
+            than in float8 with a scale for each layer.
     """
-    for cache in caches:
-        require_plain(layer_name, cache)
+    quantization = Quantization.of(layer_name, layer, *caches)
     backend = layer.attn_backend.get_name()
     layout = PagedLayout(*views(*caches))
     num_heads, key_size, value_size = heads_of(layer)
@@ -64,9 +73,25 @@ def checked(
         def write(slots: Tensor, keys: Tensor, values: Tensor) -> None:
             update(layer, keys, values, trials if len(trials) > 1 else trials[0], slots)
 
-        if not is_read_back(PagedLayout(*views(*trials)), num_heads, value_size, caches[0], write):
+        if not is_read_back(_numbers(views(*trials), quantization), num_heads, value_size, caches[0], write):
             raise NotMovable(f"{layer_name}: keys and values that {backend} wrote are not found in its cache")
-    return layout
+    return _numbers(views(*caches), quantization)
+
+
+def pages_of(layout: KeyValueLayout) -> tuple[Tensor, Tensor] | None:
+    """Keys [N, P, G, D] and values [N, P, G, Dv] of a cache of whole tokens, as they are kept; None for another one."""
+    raw, how = (layout.raw, layout.quantization) if isinstance(layout, QuantizedLayout) else (layout, None)
+    if not isinstance(raw, PagedLayout):
+        return None
+    return (raw.keys, raw.values) if how is None else (raw.keys.view(how.format), raw.values.view(how.format))
+
+
+def _numbers(views: tuple[Tensor, Tensor], quantization: Quantization | None) -> PagedLayout | QuantizedLayout:
+    """The layout of numbers in these views."""
+    if quantization is None:
+        return PagedLayout(*views)
+    keys, values = (view.view(torch.uint8) for view in views)
+    return QuantizedLayout(PagedLayout(keys, values), quantization, by_kernel=False)
 
 
 class StackedLayout:
@@ -76,11 +101,11 @@ class StackedLayout:
     """
 
     @classmethod
-    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | QuantizedLayout | None:
         """The layout of such a cache; None for another one.
 
         Raises:
-            NotMovable: the backend writes elsewhere, or quantized numbers.
+            NotMovable: the backend writes elsewhere, or numbers of another format.
         """
         if not isinstance(kv_cache, Tensor) or kv_cache.dim() != 5:
             return None
@@ -98,11 +123,11 @@ class SeparateLayout:
     """
 
     @classmethod
-    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | QuantizedLayout | None:
         """The layout of such a pair; None for another cache.
 
         Raises:
-            NotMovable: the backend writes elsewhere, or quantized numbers.
+            NotMovable: the backend writes elsewhere, or numbers of another format.
         """
         if not isinstance(kv_cache, tuple | list) or len(kv_cache) != 2 or hasattr(layer, "kv_lora_rank"):
             return None
@@ -118,11 +143,11 @@ class JoinedLayout:
     """
 
     @classmethod
-    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | None:
+    def of(cls, layer_name: str, layer: Any, kv_cache: Any) -> PagedLayout | QuantizedLayout | None:
         """The layout of such a cache; None for another one.
 
         Raises:
-            NotMovable: the backend writes elsewhere, or quantized numbers.
+            NotMovable: the backend writes elsewhere, or numbers of another format.
         """
         num_heads, key_size, value_size = heads_of(layer)
         if not isinstance(kv_cache, Tensor) or kv_cache.dim() != 4 or kv_cache.shape[1] != num_heads:
@@ -146,6 +171,7 @@ class LatentLayout:
     """
 
     is_latent = True
+    quantization: Quantization | None = None
 
     def __init__(self, cache: Tensor) -> None:
         """Takes the cache as [N, P, C], with any strides."""

@@ -126,11 +126,17 @@ def attention_error(places: KVLayout, place: LayerPlace, run: RepairedRun, seen:
     )
     bound = (weights * (values.norm(dim=-1)[:, None] + off * to_output)).sum(-1)
     error = (wide(seen.output).to(dtype).transpose(0, 1) - wanted).norm(dim=-1)
-    bound = bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype) + SUMMING)
+    bound = bound * (ROUNDINGS * unit(seen.queries.dtype, seen.output.dtype, *_quantized(place)) + SUMMING)
     # weights below the smallest number of a dtype become zero
     bound += torch.finfo(seen.queries.dtype).smallest_normal * torch.finfo(seen.queries.dtype).eps * _norms(values)
     far = error / bound.clamp(min=1e-30)
     return float(far.max()) if far.isfinite().all() else float("inf")
+
+
+def _quantized(place: LayerPlace) -> tuple[torch.dtype, ...]:
+    """The dtype to which a layer's kernel rounds queries and weights as well, if its cache is in eight bits."""
+    how = place.layout.quantization
+    return () if how is None or getattr(place.layer, "query_quant", None) is None else (how.format,)
 
 
 def _norms(values: Tensor) -> Tensor:

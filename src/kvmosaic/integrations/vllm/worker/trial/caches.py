@@ -12,7 +12,7 @@ from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace, Mover
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_ascend
 from kvmosaic.integrations.vllm.worker.layouts.paged import write_rows
-from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, rotated_directly, turned
+from kvmosaic.integrations.vllm.worker.trial.rotation import allowed, apart, rotated_directly, turned, unit
 
 _START = 3
 """Slot of the first token in its block."""
@@ -55,16 +55,19 @@ def clear(places: KVLayout, blocks: tuple[int, ...]) -> None:
 def _trouble_of(places: KVLayout, place: LayerPlace, move: Move) -> str:
     slots = places.slots(move.source_blocks, move.source_start, move.num_tokens).to(places.device)
     like_keys, like_values = place.layout.read(slots)
-    values = None if like_values is None else _numbers(like_values, 1)
-    keys, wanted = _rotated(place, _numbers(like_keys, 0), move.distance)
+    values = None if like_values is None else _numbers(place, like_values, 1)
+    keys, wanted = _rotated(place, _numbers(place, like_keys, 0), move.distance)
     _write_by_kernel(place, slots, keys, values)
+    if place.layout.quantization is not None:
+        values = place.layout.read(slots)[1]
     try:
         Mover(replace(places, layers=(place,))).move([move])
     except KVMosaicError as error:
         return f"{place.name}: {error}"
     targets = places.slots(move.target_blocks, move.target_start, move.num_tokens).to(places.device)
     moved_keys, moved_values = place.layout.read(targets)
-    most = 2 * allowed(keys.dtype)  # both are rounded once more
+    # both are rounded once more; that of eight bits is so coarse that no other one counts
+    most = 2 * (allowed(keys.dtype) if place.layout.quantization is None else unit(place.layout.quantization.format))
     far = apart(place.rotation, moved_keys, wanted)
     if not far <= most:
         return (
@@ -77,9 +80,11 @@ def _trouble_of(places: KVLayout, place: LayerPlace, move: Move) -> str:
     return ""
 
 
-def _numbers(like: Tensor, seed: int) -> Tensor:
-    numbers = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
-    return numbers.to(like.device, like.dtype)
+def _numbers(place: LayerPlace, like: Tensor, which: int) -> Tensor:
+    """Random keys (0) or values (1), of a size that the layer's cache has room for."""
+    numbers = torch.randn(like.shape, generator=torch.Generator().manual_seed(which)).to(like.device, like.dtype)
+    how = place.layout.quantization
+    return numbers if how is None else numbers * 64 * how.scales[which].to(like.device)
 
 
 def _rotated(place: LayerPlace, keys: Tensor, position: int) -> tuple[Tensor, Tensor]:
@@ -103,5 +108,7 @@ def _write_by_kernel(place: LayerPlace, slots: Tensor, keys: Tensor, values: Ten
     cache = cache[0] if isinstance(cache, list) and len(cache) == 1 else cache  # as earlier versions keep it
     if values is None:
         return write_rows(place.layer, cache, slots, keys)
+    if (how := place.layout.quantization) is not None:
+        keys, values = keys.to(how.dtype), values.to(how.dtype)
     update(place.layer, keys.contiguous(), values.contiguous(), cache, slots)
     return None

@@ -208,7 +208,7 @@ class LayerTrial:
             return trouble
         computed = self._read(place, run.blocks, run.start)
         moved = self._read(place, self.plan.moved_blocks, run.start % self.plan.block_size)
-        most = 1.5 * allowed(self.nested.dtype, moved[0].dtype)  # it is rounded once more
+        most = 1.5 * allowed(self.nested.dtype, place.kept(moved[0].dtype))  # it is rounded once more
         for name, one, other, rotation in zip(("keys", "values"), moved, computed, (place.rotation, None), strict=True):
             if one is not None and other is not None and not (far := apart(rotation, one, other)) <= most:
                 return (
@@ -239,13 +239,21 @@ class LayerTrial:
     def _attended(self, place: LayerPlace, run: RepairedRun, seen: Attended) -> str:
         """Checks that the cache holds the inputs of attention, and that attention's output follows from the cache."""
         stored = self._read(place, run.blocks, run.start, len(run.token_ids))
-        for name, one, other in zip(("keys", "values"), stored, (seen.keys, seen.values), strict=True):
+        how = place.layout.quantization
+        for which, (one, other) in enumerate(zip(stored, (seen.keys, seen.values), strict=True)):
             if one is None or other is None:
                 continue
+            name = ("keys", "values")[which]
             if not other.isfinite().all() or not other.any():
                 return f"{place.name}: its {name} are not finite, or all zero"
-            most = 2 * unit(one.dtype, other.dtype)
-            if one.shape != other.shape or not (one.double() - other.double()).abs().le(most * other.abs()).all():
+            most, least = 2 * unit(one.dtype, other.dtype), 0.0
+            if how is not None:  # the nearest number in eight bits, or one beside it
+                other = how.numbers(how.codes(other, which), which)
+                most, least = 2 * unit(how.format), how.smallest(which)
+            if (
+                one.shape != other.shape
+                or not (one.double() - other.double()).abs().le(most * other.abs() + least).all()
+            ):
                 return f"{place.name}: the {name} that it wrote are not found there: its cache was not understood"
         return self._of_softmax(place, run, seen)
 

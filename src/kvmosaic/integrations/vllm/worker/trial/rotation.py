@@ -27,10 +27,16 @@ def wide(numbers: Tensor) -> Tensor:
     return numbers.float() if numbers.dtype in (torch.bfloat16, torch.float16) else numbers.double()
 
 
-def perturbed(numbers: Tensor, seed: int = 0) -> Tensor:
-    """Floating-point numbers, each moved up or down by about one rounding; the same on every worker."""
+def perturbed(numbers: Tensor, seed: int = 0, kept: torch.dtype | None = None) -> Tensor:
+    """Floating-point numbers, each moved up or down by about one rounding; the same on every worker.
+
+    Args:
+        numbers: of any shape.
+        seed: of the directions.
+        kept: the dtype of the rounding; None: that of the numbers.
+    """
     signs = torch.randint(2, numbers.shape, generator=torch.Generator().manual_seed(seed)).to(numbers.device) * 2 - 1
-    return (wide(numbers) * (1 + 2 * unit(numbers.dtype) * signs)).to(numbers.dtype)
+    return (wide(numbers) * (1 + 2 * unit(kept or numbers.dtype) * signs)).to(numbers.dtype)
 
 
 def noise_ratio(found: Sequence[Tensor], wanted: Sequence[Tensor], noisy: Sequence[Tensor]) -> float:
