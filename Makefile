@@ -49,13 +49,17 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-.PHONY: serve demo load soak test test-portable test-real test-llama test-vllm test-vllm-portable check format clean
+.PHONY: serve demo load soak prepare test test-portable test-real test-llama test-vllm test-vllm-portable check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
 
 demo: $(VENV)/.installed
 	$(BIN)/kvmosaic demo
+
+# what test-real and test-vllm download and install
+prepare: $(VENV)/.installed-dev $(VLLM_VENV)/.installed $(ASCEND:%=.venv-vllm/ascend/%)
+	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not real"
@@ -151,12 +155,13 @@ $(LLAMA_VENV)/.installed: constraints.txt | $(VENV)/.installed-dev
 # Downloaded, never installed: pip asks a source distribution for its metadata, which wants a chip's name and these tools.
 # Without it, its tests are skipped, with the reason.
 .venv-vllm/ascend/%: | $(VLLM_VENV)/.installed
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	@folder=$$(mktemp -d -p "$$PWD/$(VLLM_VENV)") && trap 'rm -rf "$$folder"' EXIT && \
 	if $(VLLM_INSTALL) --target "$$folder/tools" setuptools setuptools-scm wheel cmake 2>"$$folder/log" && \
 		SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 PYTHONPATH="$$folder/tools" timeout 300 \
 		$(VLLM_VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--no-binary :all: --dest "$$folder" vllm-ascend==$* 2>>"$$folder/log"; \
-	then mkdir -p $@ && tar xzf "$$folder/vllm_ascend-$*.tar.gz" --strip-components=1 -C $@ --wildcards '*/vllm_ascend/*.py'; \
+	then mkdir -p $(dir $@) "$$folder/source" && tar xzf "$$folder/vllm_ascend-$*.tar.gz" --strip-components=1 \
+		-C "$$folder/source" --wildcards '*/vllm_ascend/*.py' && mv "$$folder/source" $@; \
 	else tail -3 "$$folder/log"; echo "the source of vllm-ascend $* is not there; its tests are skipped" >&2; fi
 
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml hatch_build.py $(EXTENSION) | $(BIN)/python

@@ -54,6 +54,7 @@ class Displaced:
     def __init__(self, layout: Any, *, flipped: bool) -> None:
         self._layout, self._flipped = layout, flipped
         self.block_size, self.key_size, self.is_latent = layout.block_size, layout.key_size, layout.is_latent
+        self.quantization = layout.quantization
 
     def _at(self, slots: Any) -> Any:
         if not self._flipped:
@@ -75,6 +76,7 @@ class Swapped:
     def __init__(self, layout: Any) -> None:
         self._layout = layout
         self.block_size, self.key_size, self.is_latent = layout.block_size, layout.key_size, layout.is_latent
+        self.quantization = layout.quantization
 
     def read(self, slots: Any) -> Any:
         return self._layout.read(slots)[::-1]
