@@ -11,7 +11,7 @@ from torch import Tensor
 from kvmosaic.errors import NotMovable
 
 FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""By vLLM's name of a cache's dtype. Its other names stand for scales of each head or token, or for other formats."""
+"""By vLLM's name of a cache's dtype. Its other names mean scales of each head or token, or for other formats."""
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
