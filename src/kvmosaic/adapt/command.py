@@ -17,8 +17,9 @@ from kvmosaic.eval.commands import QuestionOptions
 def _numbers(name: str, text: str) -> tuple[int, ...]:
     from kvmosaic.eval.cases import parts_of
 
+    parts = parts_of(name, text)
     try:
-        return tuple(int(part) for part in parts_of(name, text))
+        return tuple(int(part) for part in parts)
     except ValueError:
         raise InvalidConfig(f"{name} is {text!r:.80}; give whole numbers, parted by commas") from None
 
