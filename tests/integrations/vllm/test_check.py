@@ -26,7 +26,7 @@ def test_a_model_that_can_be_composed_passes(vllm_model, name, dtype):
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_documents_are_read_in_place_where_that_is_chosen(vllm_model, is_refused):
-    options = {"fault": "read nothing"} if is_refused else {}
+    options = {"faults": ["read nothing"]} if is_refused else {}
     found = checked(str(vllm_model("llama")), environment={"KVMOSAIC_DOCUMENT_READS": "in-place"}, **options)
     *others, finding = found["findings"]
     assert finding["what"] == "documents read in place" and finding["passed"] != is_refused
@@ -50,7 +50,7 @@ REPAIRED, BETWEEN = "first 8 tokens repaired", "text before and between them"
     ],
 )
 def test_a_fault_does_not_pass(vllm_model, fault, failed):
-    found = checked(str(vllm_model("llama")), fault=fault)
+    found = checked(str(vllm_model("llama")), faults=[fault])
     assert not found["passed"]
     wrong = [finding["what"] for finding in found["findings"] if not finding["passed"]]
     assert len(wrong) == len(failed)

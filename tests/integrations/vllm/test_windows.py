@@ -134,6 +134,7 @@ def test_the_check_at_start_knows_how_wide_windows_are(engine):
 
 @pytest.mark.parametrize("fault", ["", "turn back"])
 def test_the_check_of_a_model_compares_with_dense_attention_in_its_windows(vllm_model, fault):
-    found = checked(str(vllm_model("gemma3")), fault=fault, options=["--disable-hybrid-kv-cache-manager"])
+    faults = [fault] if fault else []
+    found = checked(str(vllm_model("gemma3")), faults=faults, options=["--disable-hybrid-kv-cache-manager"])
     assert found["passed"] == (not fault), found["findings"]
     assert found["findings"]

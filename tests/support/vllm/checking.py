@@ -1,4 +1,4 @@
-"""`kvmosaic check --vllm` in a fork, with a fault or without."""
+"""`kvmosaic check --vllm` in a fork, with faults or without."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAULTS = {
 def checked(
     model: str,
     *,
-    fault: str = "",
+    faults: Sequence[str] = (),
     dtype: str = "float32",
     environment: dict[str, str] | None = None,
     options: Sequence[str] = (),
@@ -68,8 +68,9 @@ def checked(
         from kvmosaic.integrations.vllm.worker import composing_worker
         from kvmosaic.integrations.vllm.worker.self_check import StartCheck
 
-        if fault:
+        for fault in faults:
             FAULTS[fault]()
+        if faults:
             composing_worker.check_at_start = lambda *arguments: StartCheck("", "")  # would find some of them first
         found = check_engine(model, [*OPTIONS, *options, "--dtype", dtype, "--num-gpu-blocks-override", "64"])
         end.sendall(json.dumps({**asdict(found), "passed": found.passed}).encode() + b"\n")
