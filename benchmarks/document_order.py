@@ -17,8 +17,10 @@ packed rows (`kvmosaic.adapt.rows`), which tests hold against the engine. Result
 from __future__ import annotations
 
 import argparse
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,7 +43,9 @@ from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel, load_model
 
 OTHER_ORDER = "full attention, another order"
-READINGS = tuple((strategy, context) for strategy in ("sequential", "shared") for context in ("system", "lead_in"))
+STRATEGIES = ("sequential", "shared")
+SAW = {"system": "system text", "lead_in": "system text, lead-in"}
+"""What documents saw when they were computed."""
 
 
 @dataclass
@@ -107,9 +111,9 @@ class Asked:
         return torch.cat(each[:count]), torch.stack(losses)
 
 
-def measured(model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str, Sums], answer_tokens: int) -> None:
+def measured(model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str, Sums], options: Namespace) -> None:
     """Adds what all readings of some questions give."""
-    (lesson,) = lessons_of(llm, [cases], answer_tokens)
+    (lesson,) = lessons_of(llm, [cases], options.answer_tokens)
     asked = Asked(lesson, [accepted_tokens(llm, case) for case in cases])
     prompt, continuations = asked.lesson.prompt, asked.continuations
     expected, losses = asked.read(model, ordinary_rows(prompt, continuations), "")
@@ -118,11 +122,10 @@ def measured(model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str
 
     def readings() -> Iterator[tuple[str, PackedRows, str]]:
         yield OTHER_ORDER, ordinary_rows(other, continuations), ""
-        for strategy, context in READINGS:
+        for strategy, context in product(options.strategies, options.contexts):
             rows = composed_rows(arrange(prompt, strategy, context), continuations)
             for name, adapter in {"": "", **{key: each.digest for key, each in model.adapters.items()}}.items():
-                saw = {"system": "system text", "lead_in": "system text, lead-in"}[context]
-                yield f"{strategy}, {saw}{name and f', {name}'}", rows, adapter
+                yield f"{strategy}, {SAW[context]}{name and f', {name}'}", rows, adapter
 
     for name, rows, adapter in readings():
         found, own = asked.read(model, rows, adapter)
@@ -151,6 +154,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[3, 6], help="of a prompt")
     parser.add_argument("--lessons", type=int, default=16, help="for each number of documents")
     parser.add_argument("--questions", type=int, default=6, help="of each lesson")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--contexts", nargs="+", choices=tuple(SAW), default=tuple(SAW))
     parser.add_argument("--answer-tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", default="model", help="of the result")
@@ -165,7 +170,7 @@ def main() -> None:
         for count in options.documents:
             sums: dict[str, Sums] = {}
             for number in track(range(options.lessons), f"{count} documents"):
-                measured(model, llm, drawn(cases, count, options.questions, number), sums, options.answer_tokens)
+                measured(model, llm, drawn(cases, count, options.questions, number), sums, options)
             rows = {name: each.row() for name, each in sums.items()}
             report[f"{count} documents"] = rows
             num_answers = next(iter(rows.values()))["answers"]
