@@ -74,8 +74,8 @@ endif
 
 test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
-	OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m pytest -m real tests/real
-	$(VLLM_VENV)/bin/python -m pytest -m real tests/real/vllm
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real/vllm
 
 test-llama: $(LLAMA_VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
