@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,10 @@ for name, value in {
     "TRITON_INTERPRET": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# A shell starts what runs in its background with Ctrl+C ignored, and processes inherit it; tests send it to some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Timing is not what these tests are about: a busy machine must not fail them.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
