@@ -28,12 +28,17 @@ LEGEND = (
 )
 
 
+def named(way: dict[str, Any]) -> str:
+    """What repairs, and the adapter beside it."""
+    return f"`{way['repair']}`" + (f", {way['adapter']}" if way.get("adapter") else "")
+
+
 def line_of(summary: dict[str, Any], full: dict[str, Any]) -> str:
     way = summary["way"]
     cells = [
         way["strategy"],
         SAW[way["context"]],
-        f"`{way['repair']}`",
+        named(way),
         f"{summary['divergence']:.4f}",
         f"{summary['agreement']:.1%}",
         f"{summary['loss_increase']:+.3f}",
@@ -73,7 +78,8 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             )
             for each in group:
                 place = (100 * each["work"], each["divergence"])
-                axes.annotate(each["way"]["repair"], place, (3, 3), textcoords="offset points", fontsize=6)
+                text = named(each["way"]).replace("`", "")
+                axes.annotate(text, place, (3, 3), textcoords="offset points", fontsize=6)
         axes.set(title=name, xlabel="work, % of computing all documents once", yscale="log")
         axes.grid(alpha=0.3)
         if number == 1:
