@@ -17,7 +17,6 @@ packed rows (`kvmosaic.adapt.rows`), which tests hold against the engine. Result
 from __future__ import annotations
 
 import argparse
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -27,6 +26,8 @@ from typing import Any
 
 import torch
 from facts import RESULTS, save
+from log_probabilities import Nearness
+from nearness import SAW
 from rich.progress import track
 from torch import Tensor
 
@@ -44,28 +45,19 @@ from kvmosaic.model import LoadedModel, load_model
 
 OTHER_ORDER = "full attention, another order"
 STRATEGIES = ("sequential", "shared")
-SAW = {"system": "system text", "lead_in": "system text, lead-in"}
-"""What documents saw when they were computed."""
+CONTEXTS = ("system", "lead_in")
 
 
 @dataclass
-class Sums:
+class Sums(Nearness):
     """Sums over tokens of full attention's answers, and over accepted answers."""
 
-    divergence: float = 0.0
-    num_equal: int = 0
-    num_tokens: int = 0
     losses: list[float] = field(default_factory=list)
     """Loss of each accepted answer above full attention's, in nats per token."""
 
     def row(self) -> dict[str, float]:
         """Means."""
-        return {
-            "divergence": self.divergence / self.num_tokens,
-            "agreement": self.num_equal / self.num_tokens,
-            "loss": sum(self.losses) / len(self.losses),
-            "answers": len(self.losses),
-        }
+        return {**super().row(), "loss": sum(self.losses) / len(self.losses), "answers": len(self.losses)}
 
 
 def drawn(cases: Sequence[Case], num_documents: int, num_questions: int, number: int) -> list[Case]:
@@ -111,7 +103,9 @@ class Asked:
         return torch.cat(each[:count]), torch.stack(losses)
 
 
-def measured(model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str, Sums], options: Namespace) -> None:
+def measured(
+    model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str, Sums], options: argparse.Namespace
+) -> None:
     """Adds what all readings of some questions give."""
     (lesson,) = lessons_of(llm, [cases], options.answer_tokens)
     asked = Asked(lesson, [accepted_tokens(llm, case) for case in cases])
@@ -130,9 +124,7 @@ def measured(model: LoadedModel, llm: LLM, cases: Sequence[Case], sums: dict[str
     for name, rows, adapter in readings():
         found, own = asked.read(model, rows, adapter)
         one = sums.setdefault(name, Sums())
-        one.divergence += float((expected.exp() * (expected - found)).sum())
-        one.num_equal += int((expected.argmax(-1) == found.argmax(-1)).sum())
-        one.num_tokens += len(expected)
+        one.add(expected, found)
         one.losses += (own - losses).tolist()
 
 
@@ -155,7 +147,7 @@ def main() -> None:
     parser.add_argument("--lessons", type=int, default=16, help="for each number of documents")
     parser.add_argument("--questions", type=int, default=6, help="of each lesson")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--contexts", nargs="+", choices=tuple(SAW), default=tuple(SAW))
+    parser.add_argument("--contexts", nargs="+", choices=CONTEXTS, default=CONTEXTS)
     parser.add_argument("--answer-tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--name", default="model", help="of the result")

@@ -16,6 +16,7 @@ Forwards are dense ones of packed rows (`kvmosaic.adapt.rows`). Results go to be
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,57 +24,49 @@ from typing import Any
 
 import torch
 from facts import save
+from log_probabilities import Nearness
 from rich.progress import track
 from torch import Tensor
 
 import kvmosaic
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.adapt.forward import forward
-from kvmosaic.adapt.rows import PackedRows
+from kvmosaic.adapt.rows import ordinary_rows
 from kvmosaic.assembly import adapter_folders
 from kvmosaic.eval.loaders import load
 from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 MAX_TEXT_TOKENS = 512
 
 
 @dataclass
-class Sums:
-    """Sums over tokens, each of which both models predict."""
+class Sums(Nearness):
+    """Sums over tokens, each of which both models predict, with the losses of both."""
 
     base: float = 0.0
     adapted: float = 0.0
-    divergence: float = 0.0
-    num_equal: int = 0
-    num_tokens: int = 0
 
-    def add(self, base: Tensor, adapted: Tensor, targets: Tensor) -> None:
-        """Adds log-probabilities [R, V] of both for the tokens [R] that follow."""
+    def add_losses(self, base: Tensor, adapted: Tensor, targets: Tensor) -> None:
+        """Adds the losses of the tokens [R] that follow, by log-probabilities [R, V] of both."""
         rows = torch.arange(len(targets))
         self.base -= float(base[rows, targets].sum())
         self.adapted -= float(adapted[rows, targets].sum())
-        self.divergence += float((base.exp() * (base - adapted)).sum())
-        self.num_equal += int((base.argmax(-1) == adapted.argmax(-1)).sum())
-        self.num_tokens += len(targets)
 
     def row(self) -> dict[str, float]:
         """Means."""
-        sums = {"base": self.base, "adapted": self.adapted, "divergence": self.divergence, "agreement": self.num_equal}
-        return {name: each / self.num_tokens for name, each in sums.items()} | {"tokens": self.num_tokens}
+        losses = {"base": self.base / self.num_tokens, "adapted": self.adapted / self.num_tokens}
+        return {**losses, **super().row(), "tokens": self.num_tokens}
 
 
-def compared(model: LoadedModel, token_ids: list[int], first: int, adapter: str, sums: Sums) -> None:
+def compared(model: LoadedModel, token_ids: Sequence[int], first: int, adapter: str, sums: Sums) -> None:
     """Adds what both models say of the tokens from `first` on."""
-    count = len(token_ids)
-    ids = torch.tensor(token_ids)
-    mask = torch.ones(count, count, dtype=torch.bool).tril()
-    packed = PackedRows(ids, torch.arange(count), mask, (slice(0, count),), ())
+    packed = ordinary_rows(Prompt((Segment(SegmentKind.QUESTION, tuple(token_ids)),)), [token_ids])
+    rows = torch.arange(first - 1, len(token_ids) - 1)
     with torch.no_grad():
-        base, adapted = (
-            forward(model, packed, torch.arange(first - 1, count - 1), each).logits.float().log_softmax(-1)
-            for each in ("", adapter)
-        )
-    sums.add(base, adapted, ids[first:])
+        base, adapted = (forward(model, packed, rows, each).logits.float().log_softmax(-1) for each in ("", adapter))
+    sums.add(base, adapted)
+    sums.add_losses(base, adapted, packed.token_ids[first:])
 
 
 def texts_of(model: LoadedModel, texts: list[str], adapter: str, name: str) -> Sums:

@@ -29,8 +29,8 @@ LEGEND = (
 
 
 def named(way: dict[str, Any]) -> str:
-    """What repairs, and the adapter beside it."""
-    return f"`{way['repair']}`" + (f", {way['adapter']}" if way.get("adapter") else "")
+    """What repairs, and the adapter beside it, as `kvmosaic eval` names them."""
+    return f"{way['repair']} + {way['adapter']}" if way.get("adapter") else way["repair"]
 
 
 def line_of(summary: dict[str, Any], full: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def line_of(summary: dict[str, Any], full: dict[str, Any]) -> str:
     cells = [
         way["strategy"],
         SAW[way["context"]],
-        named(way),
+        f"`{named(way)}`",
         f"{summary['divergence']:.4f}",
         f"{summary['agreement']:.1%}",
         f"{summary['loss_increase']:+.3f}",
@@ -78,8 +78,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             )
             for each in group:
                 place = (100 * each["work"], each["divergence"])
-                text = named(each["way"]).replace("`", "")
-                axes.annotate(text, place, (3, 3), textcoords="offset points", fontsize=6)
+                axes.annotate(named(each["way"]), place, (3, 3), textcoords="offset points", fontsize=6)
         axes.set(title=name, xlabel="work, % of computing all documents once", yscale="log")
         axes.grid(alpha=0.3)
         if number == 1:

@@ -26,8 +26,8 @@ def test_a_model_that_can_be_composed_passes(vllm_model, name, dtype):
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_documents_are_read_in_place_where_that_is_chosen(vllm_model, is_refused):
-    options = {"faults": ["read nothing"]} if is_refused else {}
-    found = checked(str(vllm_model("llama")), environment={"KVMOSAIC_DOCUMENT_READS": "in-place"}, **options)
+    faults = ("read nothing",) if is_refused else ()
+    found = checked(str(vllm_model("llama")), faults=faults, environment={"KVMOSAIC_DOCUMENT_READS": "in-place"})
     *others, finding = found["findings"]
     assert finding["what"] == "documents read in place" and finding["passed"] != is_refused
     assert all(each["passed"] for each in others), "copies are as good"
