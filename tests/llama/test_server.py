@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -146,12 +147,14 @@ def test_a_server_stops_while_it_answers_and_a_second_one_finds_the_documents(tm
     tier = [f"disk:{tmp_path}/tier?quota=64MiB"]
     settings: dict[str, Any] = {"chunk_tier": tier, "chunk_loading": "always", "dtype": "auto"}
     model = llama_reader("Q8_0", "f16")
-    with RunningServer(loaded=model, **settings) as first, httpx.Client(base_url=first.url, timeout=120) as client:
-        said = chat(client, documents=DOCUMENTS)
-        body = {**CHAT, "stream": True, "max_tokens": 3_000, "ignore_eos": True}
-        with client.stream("POST", "/v1/chat/completions", json=body) as reply:
-            next(reply.iter_lines())
-            wait_until(lambda: first.services.engine.num_running == 1)
+    body = {**CHAT, "stream": True, "max_tokens": 3_000, "ignore_eos": True}
+    with ExitStack() as streams, RunningServer(loaded=model, **settings) as first:
+        with httpx.Client(base_url=first.url, timeout=120) as client:
+            said = chat(client, documents=DOCUMENTS)
+        reply = streams.enter_context(httpx.stream("POST", f"{first.url}/v1/chat/completions", json=body, timeout=120))
+        lines = reply.iter_lines()  # closing it would end the request
+        next(lines)
+        wait_until(lambda: first.services.engine.num_running == 1)
     with RunningServer(loaded=model, **settings) as second, httpx.Client(base_url=second.url, timeout=120) as client:
         again = chat(client, documents=DOCUMENTS)
         assert {each["tier"] for each in again["kvmosaic"]["documents"]} == {"disk"}
