@@ -18,6 +18,9 @@ VENV ?= .venv
 WORKERS ?= 2
 HOURS ?= 24
 
+# hundreds of processes of the tests import us: compiled modules are kept, whatever the environment says
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 

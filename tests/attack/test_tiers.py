@@ -77,7 +77,8 @@ def test_entries_that_grew_to_gigabytes_are_not_read_into_the_server(
     tmp_path: Path, redis: RedisServer, kind: str
 ) -> None:
     place = tmp_path / "place"
-    url = {"disk": f"disk:{place}?quota=8GiB&durable=no", "file": f"file://{place}", "redis": redis.url}[kind]
+    patient = f"{redis.url}?timeout=10&connect_timeout=10"
+    url = {"disk": f"disk:{place}?quota=8GiB&durable=no", "file": f"file://{place}", "redis": patient}[kind]
     arguments = ("--chunk-tier", url, "--chunk-loading", "always", "--repair", "none")
     with ServeCommand(*arguments, OMP_NUM_THREADS="1") as server:
         expected = ask(server.until_ready().url)

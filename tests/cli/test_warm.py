@@ -231,7 +231,8 @@ def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 def test_what_is_interrupted_goes_on_where_it_was(
     kill: signal.Signals, tiny_model: Path, tmp_path: Path, url: str
 ) -> None:
-    folder, tier = write(tmp_path / "texts", 160), tmp_path / "tier"
+    # seconds of computing, so that even a busy machine sees the first ones long before the last
+    folder, tier = write(tmp_path / "texts", 160, " ".join([TEXT] * 5)), tmp_path / "tier"
     with started(tiny_model, folder, url) as process:
         wait_for_files(tier, 5, process)
         os.kill(process.pid, kill)
