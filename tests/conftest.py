@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 _DATA = tempfile.mkdtemp(prefix="kvmosaic-data-")
@@ -42,6 +44,10 @@ for name, value in {
 # A shell starts what runs in its background with Ctrl+C ignored, and processes inherit it; tests send it to some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine may take longer to answer than the five seconds of httpx; what hangs is found all the same.
+for name, seconds in httpx.Timeout(60).as_dict().items():
+    setattr(DEFAULT_TIMEOUT_CONFIG, name, seconds)
 
 # Timing is not what these tests are about: a busy machine must not fail them.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

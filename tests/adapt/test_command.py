@@ -51,10 +51,12 @@ def test_documents_and_questions_become_an_adapter_that_run_takes(place: Path) -
 
 def test_generated_tasks_and_other_layers_can_be_learned(place: Path) -> None:
     asked = ("--tasks", "story,long(300)", "--cases", "8", "--steps", "1", "--targets", "up_proj, down_proj")
+    asked += ("--sampled-answers", "1")
     code, output = run("adapt", place / "model", *asked, "--held-out-lessons", "3", "-o", place / "tasks")
     assert "held-out divergence" in output and code in (0, 1), output
     report = json.loads((place / "tasks" / "kvmosaic_adapter.json").read_text())
     assert report["settings"]["targets"] == ["up_proj", "down_proj"] and sum(report["questions"]) == 16
+    assert report["settings"]["sampled_answers"] == 1
 
 
 @pytest.mark.parametrize(

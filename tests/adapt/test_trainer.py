@@ -19,7 +19,7 @@ from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.adapt import trainer as trainer_module
-from kvmosaic.adapt.corpus import Corpus, Question
+from kvmosaic.adapt.corpus import Corpus, Question, lessons_of
 from kvmosaic.adapt.distillation import LossWeights
 from kvmosaic.adapt.trainer import AdaptSettings, Trained, Trainer
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
@@ -145,6 +145,27 @@ def test_hidden_states_and_document_tokens_can_be_targets(tmp_path: Path) -> Non
     assert result.best.divergence <= result.history[0].divergence
 
 
+def test_sampled_answers_stand_beside_the_greedy_one_and_repeat() -> None:
+    learned, _ = corpus().split(0.4, 0)
+    cases = learned.draw(Random("cases"), 3, 4)
+    with LLM(model_of(), profile=False, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="4MiB")) as llm:
+        (greedy,) = lessons_of(llm, [cases], 6)
+        (lesson,) = lessons_of(llm, [cases], 6, seeds=(1, 2))
+        (again,) = lessons_of(llm, [cases], 6, seeds=(1, 2))
+    assert lesson.questions == tuple(question for question in greedy.questions for _ in range(3))
+    assert lesson.answers[::3] == greedy.answers and again.answers == lesson.answers
+    assert len({*lesson.answers[1::3], *lesson.answers[2::3]} - {*greedy.answers}) > len(greedy.answers)
+
+
+def test_training_on_sampled_answers_repeats_itself(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, steps=4, evaluate_every=2, sampled_answers=1)
+    result = train(tmp_path / "one", settings)
+    assert train(tmp_path / "two", settings).adapter.digest == result.adapter.digest
+    greedy = train(tmp_path / "greedy", replace(settings, sampled_answers=0))
+    assert greedy.history[0] == result.history[0], "held-out answers are greedy"
+    assert greedy.history[-1].num_tokens < result.history[-1].num_tokens
+
+
 def test_a_corpus_has_no_document_or_question_in_both_parts() -> None:
     learned, held = corpus().split(0.4, 0)
     assert {each.text for each in learned.documents}.isdisjoint(each.text for each in held.documents)
@@ -170,6 +191,7 @@ def test_a_corpus_of_cases_has_each_document_once() -> None:
     "change",
     [
         {"rank": 0},
+        {"sampled_answers": -1},
         {"learning_rate": 0.0},
         {"num_documents": ()},
         {"num_documents": (65,)},

@@ -120,7 +120,7 @@ def test_documents_may_change_while_a_long_text_is_searched(monkeypatch):
 
     def slow(index, text):
         searches.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(300)
         return hashed(index, text)
 
     monkeypatch.setattr(TextIndex, "_window_hashes", slow)
@@ -136,7 +136,7 @@ def test_documents_may_change_while_a_long_text_is_searched(monkeypatch):
 
     changes = threading.Thread(target=change, daemon=True)
     changes.start()
-    changes.join(10)
+    changes.join(60)
     was_blocked = changes.is_alive()
     may_go_on.set()
     changes.join(60)

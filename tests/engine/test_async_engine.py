@@ -174,7 +174,7 @@ def test_two_event_loops_read_from_one_engine():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     engine.stop()
     assert results == [expected, expected]
     assert_only_the_cache_holds_blocks(inner)

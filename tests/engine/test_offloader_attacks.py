@@ -355,6 +355,6 @@ def test_an_engine_that_is_dropped_ends_its_threads(disk: TroubledTier) -> None:
     gc.collect()
     assert alive() is None
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert disk.is_closed and len(disk.entries) == 3

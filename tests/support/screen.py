@@ -18,7 +18,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-SECONDS = 15.0
+SECONDS = 60.0
 _REMEMBER_VIOLATIONS = (
     "window.violations = [];"
     "document.addEventListener('securitypolicyviolation', (event) => window.violations.push(event.violatedDirective));"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -133,6 +134,15 @@ class RunningServer:
         await self.services.close()
 
 
+def send(server: RunningServer, path: str, body: bytes = b"") -> socket.socket:
+    """Sends a request and leaves its reply unread; whoever closes the socket is a client that leaves."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
+    client.sendall(head.encode() + body)
+    return client
+
+
 class ServeCommand:
     """`python -m kvmosaic serve` in a process of its own, on a port it chose itself.
 
@@ -181,7 +191,7 @@ class ServeCommand:
     def wait(self, seconds: float = 120.0) -> int:
         """The exit code; the log is complete then."""
         code = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(60)
         return code
 
     def _read(self) -> None:

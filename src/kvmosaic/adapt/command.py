@@ -45,6 +45,9 @@ class LessonOptions:
         int,
         typer.Option(min=1, max=64, help="Questions about the documents of a lesson, which are computed once for all."),
     ] = 12
+    sampled_answers: Annotated[
+        int, typer.Option(min=0, max=16, help="Answers to each question that are sampled, beside the greedy one.")
+    ] = 0
     lessons_per_step: Annotated[
         int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
     ] = 1
@@ -103,6 +106,7 @@ def adapt_command(
         context=lessons.context,  # type: ignore[arg-type]  # checked there
         num_documents=_numbers("--prompt-documents", lessons.prompt_documents),
         questions=lessons.questions_per_lesson,
+        sampled_answers=lessons.sampled_answers,
         lessons_per_step=lessons.lessons_per_step,
         held_out_lessons=lessons.held_out_lessons,
         seed=asked.seed,

@@ -156,16 +156,26 @@ def _connected(count: int, parts: Iterable[Sequence[int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def lessons_of(llm: LLM, groups: Sequence[Sequence[Case]], max_tokens: int) -> list[Lesson]:
-    """A lesson for each group of questions over the same documents, answered by the model's own full attention."""
+def lessons_of(llm: LLM, groups: Sequence[Sequence[Case]], max_tokens: int, seeds: Sequence[int] = ()) -> list[Lesson]:
+    """A lesson for each group of questions over the same documents, answered by the model's own full attention.
+
+    Args:
+        llm: the model.
+        groups: questions over the same documents each.
+        max_tokens: of an answer.
+        seeds: each question is answered greedily, and once for each of these seeds by sampling. What the model would
+            rarely say is learned by sampled answers only.
+    """
     prompts = [[prompt_of(llm, case) for case in cases] for cases in groups]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    outputs = iter(llm.generate([prompt.joined() for group in prompts for prompt in group], params))
+    params = [SamplingParams(temperature=0, max_tokens=max_tokens)]
+    params += [SamplingParams(temperature=1, seed=seed, max_tokens=max_tokens) for seed in seeds]
+    asked = [(prompt.joined(), one) for group in prompts for prompt in group for one in params]
+    outputs = iter(llm.generate([prompt for prompt, _ in asked], [one for _, one in asked]))
     return [
         Lesson(
             group[0],
-            tuple(prompt.segments[-1].token_ids or () for prompt in group),
-            tuple(tuple(next(outputs).outputs[0].token_ids) for _ in group),
+            tuple(prompt.segments[-1].token_ids or () for prompt in group for _ in params),
+            tuple(tuple(next(outputs).outputs[0].token_ids) for _ in group for _ in params),
         )
         for group in prompts
     ]

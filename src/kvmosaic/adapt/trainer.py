@@ -52,6 +52,8 @@ class AdaptSettings:
     """Documents of a lesson, drawn in the same way."""
     questions: int = 12
     """Questions of a lesson: reading the documents is paid once."""
+    sampled_answers: int = 0
+    """Answers to each question that are sampled, beside the greedy one."""
     answer_tokens: int = 16
     lessons_per_step: int = 1
     seed: int = 0
@@ -68,6 +70,7 @@ class AdaptSettings:
             "rank": (1, 1_024),
             "steps": (1, 10**6),
             "questions": (1, 64),
+            "sampled_answers": (0, 16),
             "answer_tokens": (1, 512),
             "lessons_per_step": (1, 256),
             "held_out_lessons": (1, 10_000),
@@ -218,7 +221,8 @@ class Trainer:
         drawn = [
             self._learned.draw(chance, chance.choice(settings.num_documents), settings.questions) for _ in range(count)
         ]
-        for lesson in lessons_of(self._llm, drawn, settings.answer_tokens):
+        seeds = [chance.getrandbits(32) for _ in range(settings.sampled_answers)]
+        for lesson in lessons_of(self._llm, drawn, settings.answer_tokens, seeds):
             strategy = chance.choice(settings.strategies)
             losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.weights)
             (losses.loss / count / settings.lessons_per_step).backward()  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import pytest
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
-from support.server import RunningServer, wait_until
+from support.server import RunningServer, send, wait_until
 
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.errors import as_api_error
@@ -72,15 +72,6 @@ def add_routes(server: RunningServer) -> None:
     server.app.add_api_route("/test/fail", fail)
     server.app.add_api_route("/test/break-off", break_off)
     server.app.add_api_route("/test/answer", answer, methods=["GET", "POST"])
-
-
-def send(server: RunningServer, path: str, body: bytes = b"") -> socket.socket:
-    """Sends a request and leaves the reply unread."""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"
-    client.sendall(head.encode() + body)
-    return client
 
 
 def is_idle(server: RunningServer) -> bool:
@@ -190,7 +181,7 @@ def test_harmful_json_is_400_on_every_route(server: RunningServer) -> None:
 
 
 def test_client_that_leaves_within_its_body_leaves_nothing(server: RunningServer) -> None:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     client.sendall(b"POST /test/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n[1,")
     client.close()
     assert httpx.post(server.url + "/test/echo", json=[1]).json() == {"got": [1]}
