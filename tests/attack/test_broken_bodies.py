@@ -45,7 +45,7 @@ async def talk(app, pieces: list[bytes]) -> bytes:
         await writer.drain()
         await asyncio.sleep(0.1)
     try:
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), 120)
     finally:
         writer.close()
         listener.should_exit = True

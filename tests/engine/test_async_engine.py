@@ -319,16 +319,17 @@ def test_an_engine_that_fails_again_and_again_refuses_work_until_it_is_well():
         async with running(inner) as engine:
             tasks = [asyncio.create_task(read(engine, ask(0))) for _ in range(MAX_FAILURES + 3)]
             warm = asyncio.create_task(anext(engine.warm([ask(1)])))
-            *ends, (_, warm_up) = await asyncio.wait_for(asyncio.gather(*tasks, warm, return_exceptions=True), 20)
+            *ends, (_, warm_up) = await asyncio.wait_for(asyncio.gather(*tasks, warm, return_exceptions=True), 120)
             assert all(isinstance(end, EngineError) for end in ends) and isinstance(warm_up.error, EngineError)
             assert engine.is_alive and "in a row failed (RuntimeError)" in engine.failure
             assert engine.failing_seconds > 0
             with pytest.raises(EngineFailing, match="ask again"):
                 await read(engine, ask(0))
             assert await engine.call(lambda inner: "still answered") == "still answered"
-            num_runs = inner.runner.num_runs
+            num_runs, begin = inner.runner.num_runs, time.monotonic()
             await asyncio.sleep(1.2 * TRIAL_SECONDS)
-            assert 0 < inner.runner.num_runs - num_runs <= 2, "one trial per second"
+            num_trials = inner.runner.num_runs - num_runs
+            assert 0 < num_trials <= (time.monotonic() - begin) / TRIAL_SECONDS + 1, "one trial per second"
             inner.runner.failing = ()
             await until(lambda: engine.failure is None)
             assert engine.failing_seconds == 0
@@ -372,7 +373,7 @@ def test_a_step_that_fails_before_anyone_takes_part_is_not_repeated_for_ever(mon
             with monkeypatch.context() as broken:
                 broken.setattr(inner.scheduler, "schedule", lambda: 1 / 0)
                 with pytest.raises(EngineError, match="before any request took part"):
-                    await asyncio.wait_for(read(engine, ask(0)), 20)
+                    await asyncio.wait_for(read(engine, ask(0)), 120)
             assert await read(engine, ask(0)) == alone(ask(0))
 
     asyncio.run(main())
@@ -416,7 +417,7 @@ def test_what_waits_for_an_engine_that_never_starts_is_told():
         assert not engine.is_alive and engine.num_waiting == 1
         engine.stop()
         with pytest.raises(EngineStopped):
-            await asyncio.wait_for(reader, 5)
+            await asyncio.wait_for(reader, 120)
 
     asyncio.run(main())
 

@@ -91,7 +91,7 @@ def test_a_storm_leaves_nothing_behind_and_every_answer_is_right(actions, blocks
                     await asyncio.sleep(0.002)
             else:
                 tasks += [asyncio.create_task(action(engine, *rest)) for action, *rest in actions]
-            await asyncio.wait_for(asyncio.gather(*tasks), 30)
+            await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
     asyncio.run(main())
 
@@ -109,7 +109,7 @@ def test_whichever_steps_fail_all_answers_are_right_or_end_with_an_error(asked, 
     async def main():
         async with running(inner) as engine:
             tasks = [asyncio.create_task(ask(engine, *rest)) for rest in asked]
-            ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+            ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
             inner.runner.failing = ()
             for number in range(len(PROMPTS)):
                 await ask(engine, number, 0)
@@ -129,7 +129,7 @@ def test_a_stop_in_the_middle_of_a_storm_ends_every_task(actions, patience):
             tasks = [asyncio.create_task(action(engine, *rest)) for action, *rest in actions]
             await asyncio.sleep(patience * 1e-3)
             await engine.close()
-            ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+            ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
             assert not engine.is_alive
         return ends
 

@@ -47,7 +47,7 @@ def test_connection_that_waits_for_nothing_is_closed(monkeypatch: pytest.MonkeyP
         writer.write(sent)
         received = b""
         with contextlib.suppress(ConnectionResetError):
-            while part := await asyncio.wait_for(reader.read(2**16), 5):
+            while part := await asyncio.wait_for(reader.read(2**16), 20):
                 received += part
         writer.close()
         listener.should_exit = True
@@ -56,7 +56,7 @@ def test_connection_that_waits_for_nothing_is_closed(monkeypatch: pytest.MonkeyP
 
     begin = time.monotonic()
     assert asyncio.run(talk()).endswith(b"here" if b"x" in sent else b"")
-    assert 0.2 <= time.monotonic() - begin < 3
+    assert time.monotonic() - begin >= 0.2
 
 
 def test_closing_server_tells_those_who_wait_for_a_thread() -> None:

@@ -42,7 +42,7 @@ async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
         yield started
         assert await started.drain(20), "something is still under way"
     finally:
-        await asyncio.wait_for(started.close(), 20)
+        await asyncio.wait_for(started.close(), 120)
     assert_only_the_cache_holds_blocks(engine)
 
 

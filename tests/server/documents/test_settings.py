@@ -76,7 +76,7 @@ def test_client_that_goes_away_in_the_middle_of_a_change_leaves_it_to_the_sweep(
         import threading
 
         held = threading.Event()
-        holding = asyncio.create_task(splitting.services.engine.call(lambda _: held.wait(10)))
+        holding = asyncio.create_task(splitting.services.engine.call(lambda _: held.wait(300)))
         await asyncio.sleep(0.01)
         _, writer = await asyncio.open_connection("127.0.0.1", splitting.port)
         writer.write(b"DELETE /v1/documents/z HTTP/1.1\r\nHost: localhost\r\n\r\n")

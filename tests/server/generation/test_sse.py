@@ -41,7 +41,7 @@ async def read(stream):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_events_pass_in_order_and_headers_keep_proxies_from_holding_them_back():
