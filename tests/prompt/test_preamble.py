@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from datetime import datetime
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpu_time import least_cpu_seconds
 from support.tokenizers import TEMPLATES, make_tokenizer
 
 from kvmosaic.errors import InvalidPreamble
@@ -84,15 +86,10 @@ def test_a_sentence_begins_before_its_place(text: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("unit", ["1", "a", "a@", "1:", "1-1-", "-", "a.", "0f8fad5b-", "x. ", " May", "@a"])
 def test_a_long_system_text_takes_linear_time(unit: str) -> None:
-    def seconds(number: int) -> float:
-        text = unit * number
-        begin = time.thread_time()
-        stable_end(text)
-        return time.thread_time() - begin
-
-    seconds(1_000)
+    stable_end(unit * 1_000)
     # four times as long: sixteen times the time if it were quadratic
-    assert min(seconds(100_000) for _ in range(3)) < 10 * max(min(seconds(25_000) for _ in range(3)), 2e-3)
+    short, long = (least_cpu_seconds(partial(stable_end, unit * number)) for number in (25_000, 100_000))
+    assert long < 10 * max(short, 2e-3)
 
 
 def test_documents_see_what_is_before_a_changing_sentence() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.server import ServeCommand, wait_until
+from support.server import ServeCommand, metric, wait_until
 from typer.testing import CliRunner, Result
 
 from kvmosaic import server as server_package
@@ -72,8 +72,7 @@ def test_chunks_of_an_expired_document_are_dropped_though_nothing_is_asked() -> 
 
 
 def num_chunks(server: ServeCommand) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("kvmosaic:chunk_entries{"))
+    return metric(server.url, "kvmosaic:chunk_entries")
 
 
 def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(certificate: tuple[Path, Path]) -> None:
@@ -149,8 +148,7 @@ def test_second_signal_ends_the_process_at_once() -> None:
         command.until_ready()
         thread = threading.Thread(target=_read_all, args=(command.url,), daemon=True)
         thread.start()
-        one = re.compile(r"num_requests_running\{.*\} 1\.0")
-        wait_until(lambda: one.search(httpx.get(command.url + "/metrics").text))
+        wait_until(lambda: metric(command.url, "vllm:num_requests_running") == 1)
         command.stop()
         command.until("stopping: 1 request under way")
         command.stop()

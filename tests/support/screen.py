@@ -90,6 +90,23 @@ class Screen:
         conditions = {"offline": False, "latency": milliseconds, "downloadThroughput": -1, "uploadThroughput": -1}
         self.browser.execute_cdp_cmd("Network.emulateNetworkConditions", conditions)
 
+    def hold(self, beginning: str) -> None:
+        """From now on, answers to requests for paths that begin so are late, until `let_go`."""
+        self.run(
+            "const call = fetch, held = []; window.numHeld = () => held.length;"
+            "window.letGo = () => { window.fetch = call; for (const go of held) go(); };"
+            "window.fetch = async (path, ...rest) => { const reply = await call(path, ...rest);"
+            " if (path.startsWith(arguments[0])) await new Promise((go) => held.push(go)); return reply; };",
+            beginning,
+        )
+
+    def num_held(self) -> int:
+        """Answers that are late."""
+        return int(self.run("return window.numHeld()"))
+
+    def let_go(self) -> None:
+        self.run("window.letGo()")
+
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script returns."""
         return self.browser.execute_script(script, *arguments)

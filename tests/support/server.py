@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import uvicorn
 
 from kvmosaic.assembly import AnyModel, bundled_reader
@@ -134,8 +136,15 @@ class RunningServer:
         await self.services.close()
 
 
-def send(server: RunningServer, path: str, body: bytes = b"") -> socket.socket:
+def metric(url: str, name: str) -> float:
+    """The sum of all series of a metric."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+def send(server: RunningServer, path: str, content: Any = None) -> socket.socket:
     """Sends a request and leaves its reply unread; whoever closes the socket is a client that leaves."""
+    body = b"" if content is None else json.dumps(content).encode()
     client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     head = f"POST {path} HTTP/1.1\r\n{fields}\r\n"

@@ -169,8 +169,8 @@ def lessons_of(llm: LLM, groups: Sequence[Sequence[Case]], max_tokens: int, seed
     prompts = [[prompt_of(llm, case) for case in cases] for cases in groups]
     params = [SamplingParams(temperature=0, max_tokens=max_tokens)]
     params += [SamplingParams(temperature=1, seed=seed, max_tokens=max_tokens) for seed in seeds]
-    asked = [(prompt.joined(), one) for group in prompts for prompt in group for one in params]
-    outputs = iter(llm.generate([prompt for prompt, _ in asked], [one for _, one in asked]))
+    joined = [prompt.joined() for group in prompts for prompt in group]
+    outputs = iter(llm.generate([each for each in joined for _ in params], params * len(joined)))
     return [
         Lesson(
             group[0],

@@ -270,19 +270,13 @@ def test_chosen_documents_keep_their_order_and_can_be_left_out(server: RunningSe
 def test_what_is_chosen_while_the_page_looks_what_is_stored_stays_chosen(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url)
     screen.until(lambda: screen.text("#connection") == "Live", "the connection")
-    is_held = "path.startsWith('v1/documents?') && path.includes('&id=')"
-    screen.run(
-        "const call = fetch, held = []; window.numHeld = () => held.length;"
-        "window.letGo = () => { window.fetch = call; for (const go of held) go(); };"
-        "window.fetch = async (path, ...rest) => { const reply = await call(path, ...rest);"
-        f" if ({is_held}) await new Promise((go) => held.push(go)); return reply; }};"
-    )
+    screen.hold("v1/documents?limit=1000&id=")
     server.call(server.services.documents.create, "default", DocumentDraft("A mill."), "mill")
-    screen.until(lambda: screen.run("return window.numHeld()"), "a look before the examples are stored")
+    screen.until(screen.num_held, "a look before the examples are stored")
     server.call(server.services.documents.delete, "default", "mill")
     screen.load_examples()
     assert len(screen.all("#chosen > li")) == 5
-    screen.run("window.letGo()")
+    screen.let_go()
     screen.until(lambda: len(screen.all("#suggestions button")) > 1, "suggestions, which come last")
     assert len(screen.all("#chosen > li")) == 5 and "no longer stored" not in screen.text("#notices")
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from support.server import RunningServer, ServeCommand, send, wait_until
+from support.server import RunningServer, ServeCommand, metric, send, wait_until
 
 ASK = {"model": "reader", "prompt": "Who is the mayor?", "max_tokens": 4, "temperature": 0}
 DOCUMENTS = [{"id": f"d{number}", "text": f"The ferry number {number} leaves at noon."} for number in range(4)]
@@ -100,7 +98,7 @@ def test_those_who_wait_count_in_the_queue_and_may_leave(server: RunningServer) 
     post(server, "/sleep")
     admission = server.services.admission
 
-    clients = [send(server, "/v1/completions", json.dumps(ASK).encode()) for _ in range(3)]
+    clients = [send(server, "/v1/completions", ASK) for _ in range(3)]
     wait_until(lambda: server.services.engine.num_waiting == 3)
     refused = post(server, "/v1/completions", ASK)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -197,8 +195,7 @@ def test_a_sleeper_that_is_told_to_stop_ends_at_once_and_its_tiers_are_written(t
         assert httpx.post(command.url + "/v1/chat/completions", json=CHAT, timeout=60).status_code == 200
         httpx.post(command.url + "/sleep", timeout=60)
         waiting = pool.submit(httpx.post, command.url + "/v1/completions", json=ASK, timeout=60)
-        one = re.compile(r"num_requests_waiting\{.*\} 1\.0")
-        wait_until(lambda: one.search(httpx.get(command.url + "/metrics").text))
+        wait_until(lambda: metric(command.url, "vllm:num_requests_waiting") == 1)
         command.stop()
         assert command.wait() == 0, command.log
         assert waiting.exception() is not None or waiting.result().status_code in (200, 503)

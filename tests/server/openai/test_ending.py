@@ -41,7 +41,7 @@ def test_a_reader_that_leaves_ends_its_request(http, server, path):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_client_that_does_not_wait_ends_its_request(server, path):
-    client = send(server, path, json.dumps(ROUTES[path]).encode())
+    client = send(server, path, ROUTES[path])
     wait_until(lambda: server.services.engine.num_running)
     client.close()
     wait_until(lambda: server.services.admission.num_under_way == 0)

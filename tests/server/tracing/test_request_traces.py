@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -300,7 +299,7 @@ def test_client_that_disconnects_ends_its_trace_as_an_error(traced: Traced, stre
     def decodes(engine: Engine) -> bool:
         return any(sequence.last_step for sequence in engine.scheduler.running)
 
-    client = send(traced.server, COMPLETIONS, json.dumps(body).encode())
+    client = send(traced.server, COMPLETIONS, body)
     wait_until(lambda: traced.server.call(traced.server.services.engine.call, decodes))
     client.close()
     spans = traced.take()
