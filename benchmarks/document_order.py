@@ -10,8 +10,9 @@ other reading then gives a distribution for every token of these answers:
     another order    full attention, the first document last: what no application would call an error
     sequential, …    documents computed apart and read there, after the system text or a lead-in, nothing repaired
 
-and with each adapter. The loss is that of the accepted answer, above full attention's. Readings are dense forwards of
-packed rows (`kvmosaic.adapt.rows`), which tests hold against the engine. Results go to benchmarks/results/.
+and with each adapter. The loss is that of the accepted answer, above full attention's, with its standard error.
+Readings are dense forwards of packed rows (`kvmosaic.adapt.rows`), which tests hold against the engine. Results go to
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -56,8 +58,9 @@ class Sums(Nearness):
     """Loss of each accepted answer above full attention's, in nats per token."""
 
     def row(self) -> dict[str, float]:
-        """Means."""
-        return {**super().row(), "loss": sum(self.losses) / len(self.losses), "answers": len(self.losses)}
+        """Means, and the standard error of the loss."""
+        error = stdev(self.losses) / len(self.losses) ** 0.5
+        return {**super().row(), "loss": mean(self.losses), "loss_error": error, "answers": len(self.losses)}
 
 
 def drawn(cases: Sequence[Case], num_documents: int, num_questions: int, number: int) -> list[Case]:
@@ -132,7 +135,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     """In Markdown."""
     lines = ["| reading | divergence | equal greedy tokens | loss |", "|---|---|---|---|"]
     lines += [
-        f"| {name} | {row['divergence']:.4f} | {row['agreement']:.1%} | {row['loss']:+.3f} |"
+        f"| {name} | {row['divergence']:.4f} | {row['agreement']:.1%} | {row['loss']:+.3f} ± {row['loss_error']:.3f} |"
         for name, row in rows.items()
     ]
     return "\n".join(lines)
