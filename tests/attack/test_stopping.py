@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -34,8 +33,8 @@ class StuckServer(ServeCommand):
     """A server with a fault of old, which can be kept busy for hours by one body."""
 
     def __init__(self, *arguments: str) -> None:
-        super().__init__(*arguments)
-        self._command = (sys.executable, "-c", OLD_FAULT, *self._command[3:])
+        super().__init__(*arguments, is_fresh=True)
+        self._program = ("-c", OLD_FAULT)
 
 
 def stick(server: ServeCommand) -> None:

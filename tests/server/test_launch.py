@@ -88,7 +88,7 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
     )
     context = ssl.create_default_context(cafile=certificate[0])
     with (
-        ServeCommand(*paths, KVMOSAIC_SERVED_MODEL_NAME="small,reader") as command,
+        ServeCommand(*paths, is_fresh=True, KVMOSAIC_SERVED_MODEL_NAME="small,reader") as command,
         httpx.Client(verify=context, timeout=30) as client,
     ):
         url = command.until(r"listening +(https\S+/kv)\n")[1].removesuffix("/kv")
@@ -118,7 +118,7 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
 
 
 def test_server_that_is_told_to_stop_while_it_loads_ends_at_once() -> None:
-    with ServeCommand() as command:
+    with ServeCommand(is_fresh=True) as command:
         command.until("listening")
         command.stop()
         assert command.wait() == 0, command.log

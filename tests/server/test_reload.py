@@ -112,7 +112,7 @@ def test_sighup_reloads_keys_and_file_of_a_running_command(tmp_path: Path, keys:
 
 
 def test_sighup_while_the_model_loads_does_not_end_the_server() -> None:
-    with ServeCommand() as command:
+    with ServeCommand(is_fresh=True) as command:
         command.until("listening")
         command.stop(signal.SIGHUP)
         command.until("the model is still being loaded; send SIGHUP again")

@@ -28,6 +28,7 @@ from kvmosaic.server.app import build_app
 from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.tiers import Tier
+from support.forks import ForkedCommand
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -153,23 +154,31 @@ def send(server: RunningServer, path: str, content: Any = None) -> socket.socket
 
 
 class ServeCommand:
-    """`python -m kvmosaic serve` in a process of its own, on a port it chose itself.
+    """`kvmosaic serve` in a process of its own, on a port it chose itself.
 
-    with ServeCommand("--max-queue", "1") as command:
-        httpx.get(command.url + "/readyz")
+        with ServeCommand("--max-queue", "1") as command:
+            httpx.get(command.url + "/readyz")
+
+    The process is a fork of one that has imported everything, unless it `is_fresh`, as for tests of a start.
     """
 
-    def __init__(self, *arguments: str, model: str = "reader", **variables: str) -> None:
-        self._command = (sys.executable, "-m", "kvmosaic", "serve", model, "--port", "0", "--dtype", "float32")
-        self._command += ("--chunk-cache-size", "32MiB", "--request-cache-size", "32MiB", *arguments)
+    def __init__(self, *arguments: str, model: str = "reader", is_fresh: bool = False, **variables: str) -> None:
+        self._program: tuple[str, ...] = ("-m", "kvmosaic")
+        self._arguments: tuple[str, ...] = ("serve", model, "--port", "0", "--dtype", "float32")
+        self._arguments += ("--chunk-cache-size", "32MiB", "--request-cache-size", "32MiB", *arguments)
         self._environment = {"KVMOSAIC_DOCUMENTS_DIR": "none", **os.environ, **variables}
+        self._is_fresh = is_fresh
         self.log = ""
         self.url = ""
 
     def __enter__(self) -> ServeCommand:
-        self.process = subprocess.Popen(
-            self._command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
-        )
+        if self._is_fresh:
+            command = (sys.executable, *self._program, *self._arguments)
+            self.process: subprocess.Popen[str] | ForkedCommand = subprocess.Popen(
+                command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
+            )
+        else:
+            self.process = ForkedCommand(self._arguments, self._environment)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self
