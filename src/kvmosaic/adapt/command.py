@@ -47,7 +47,7 @@ class LessonOptions:
     ] = 12
     sampled_answers: Annotated[
         int, typer.Option(min=0, max=16, help="Answers to each question that are sampled, beside the greedy one.")
-    ] = 0
+    ] = 1
     lessons_per_step: Annotated[
         int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
     ] = 1

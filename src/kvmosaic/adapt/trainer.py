@@ -52,7 +52,7 @@ class AdaptSettings:
     """Documents of a lesson, drawn in the same way."""
     questions: int = 12
     """Questions of a lesson: reading the documents is paid once."""
-    sampled_answers: int = 0
+    sampled_answers: int = 1
     """Answers to each question that are sampled, beside the greedy one."""
     answer_tokens: int = 16
     lessons_per_step: int = 1
