@@ -22,10 +22,12 @@ def save_plot(history: Sequence[Evaluated], path: Path) -> Path:
         [at for at, _ in trained], [found for _, found in trained], "--", lw=1, label="of the lessons (moving mean)"
     )
     axes.set(xlabel="thousand tokens trained on", ylabel="nats per token", yscale="log")
-    axes.grid(alpha=0.3)
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks("{x:g}")
+    axes.grid(alpha=0.3, which="both")
     other = axes.twinx()
     other.plot(tokens, [100 * each.agreement for each in history], "s-", ms=3, color="tab:green")
     other.set_ylabel("equal greedy tokens, %", color="tab:green")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     figure.savefig(path, dpi=130)
     return path
