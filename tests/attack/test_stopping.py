@@ -33,7 +33,7 @@ class StuckServer(ServeCommand):
     """A server with a fault of old, which can be kept busy for hours by one body."""
 
     def __init__(self, *arguments: str) -> None:
-        super().__init__(*arguments, is_fresh=True)
+        super().__init__(*arguments)
         self._program = ("-c", OLD_FAULT)
 
 

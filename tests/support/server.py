@@ -163,22 +163,22 @@ class ServeCommand:
     """
 
     def __init__(self, *arguments: str, model: str = "reader", is_fresh: bool = False, **variables: str) -> None:
-        self._program: tuple[str, ...] = ("-m", "kvmosaic")
+        self._program: tuple[str, ...] | None = ("-m", "kvmosaic") if is_fresh else None
         self._arguments: tuple[str, ...] = ("serve", model, "--port", "0", "--dtype", "float32")
         self._arguments += ("--chunk-cache-size", "32MiB", "--request-cache-size", "32MiB", *arguments)
         self._environment = {"KVMOSAIC_DOCUMENTS_DIR": "none", **os.environ, **variables}
-        self._is_fresh = is_fresh
         self.log = ""
         self.url = ""
 
     def __enter__(self) -> ServeCommand:
-        if self._is_fresh:
+        self.process: subprocess.Popen[str] | ForkedCommand
+        if self._program is None:
+            self.process = ForkedCommand(self._arguments, self._environment)
+        else:
             command = (sys.executable, *self._program, *self._arguments)
-            self.process: subprocess.Popen[str] | ForkedCommand = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=self._environment
             )
-        else:
-            self.process = ForkedCommand(self._arguments, self._environment)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self

@@ -22,8 +22,8 @@ def save_plot(history: Sequence[Evaluated], path: Path) -> Path:
         [at for at, _ in trained], [found for _, found in trained], "--", lw=1, label="of the lessons (moving mean)"
     )
     axes.set(xlabel="thousand tokens trained on", ylabel="nats per token", yscale="log")
-    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     other = axes.twinx()
     other.plot(tokens, [100 * each.agreement for each in history], "s-", ms=3, color="tab:green")
