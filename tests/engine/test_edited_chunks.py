@@ -112,7 +112,7 @@ def test_a_preempted_request_keeps_what_is_shared(model) -> None:
     engine.step()
     engine.step()
     (sequence,) = engine.scheduler.running
-    engine.scheduler._preempt(sequence)
+    engine.scheduler.preempt(sequence)
     engine.check_invariants()
     engine.run([request])
     engine.check_invariants()

@@ -201,13 +201,13 @@ def test_aborting_the_owner_of_a_chunk_lets_the_waiting_request_compute_it():
 
 
 class FailingRunner(RecordingRunner):
-    """Fails once, in the middle of a forward, when told to."""
+    """Fails so many times, in the middle of a forward."""
 
-    fails = False
+    failures = 0
 
     def run(self, spans, copies=()):
-        if type(self).fails:
-            type(self).fails = False
+        if self.failures:
+            self.failures -= 1
             super().run(spans[:1], copies)
             raise RuntimeError("the device is gone")
         return super().run(spans, copies)
@@ -216,7 +216,7 @@ class FailingRunner(RecordingRunner):
 def test_a_failed_forward_leaves_nothing_to_be_found():
     engine = build_engine(llama(), runner=FailingRunner)
     requests = [engine.add_request(ask(0, 1), GREEDY), engine.add_request(Prompt.plain(list(range(12))), GREEDY)]
-    FailingRunner.fails = True
+    engine.runner.failures = 3  # together, and each alone
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     assert all(request.is_finished and request.error is not None for request in requests)
@@ -230,7 +230,7 @@ def test_a_failed_forward_leaves_nothing_to_be_found():
 def test_requests_that_only_wait_outlive_a_failed_step():
     engine = build_engine(llama(), runner=FailingRunner, max_running=1)
     failed, waiting = engine.add_request(ask(0, 1), GREEDY), engine.add_request(ask(1), GREEDY)
-    FailingRunner.fails = True
+    engine.runner.failures = 1
     with pytest.raises(RuntimeError):
         engine.step()
     assert isinstance(failed.error, EngineError) and waiting.error is None

@@ -59,6 +59,19 @@ def test_documents_are_reused_in_any_order_and_streamed_answers_are_the_same(cli
     assert "".join(deltas) == first["choices"][0]["message"]["content"]
 
 
+def test_documents_that_overlap_end_no_answer_of_others(client: httpx.Client) -> None:
+    """With the repair of the command line: llama.cpp refused the forward, and every answer in it ended."""
+    body = {**CHAT, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as running:
+        lines = running.iter_lines()
+        next(line for line in lines if '"content"' in line)
+        for offsets in ((60, 70), (70, 60)):
+            placed = [{**each, "position_offset": at} for each, at in zip(DOCUMENTS, offsets, strict=True)]
+            reply = chat(client, documents=placed, position_strategy="absolute", repair="first(8)")
+            assert reply["usage"]["completion_tokens"]
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

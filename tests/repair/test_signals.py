@@ -131,7 +131,7 @@ def test_who_gives_way_while_it_measures_measures_again(preemption, prefix_cachi
         (sequence,) = engine.scheduler.running
         asked = sequence.allocation.last
         if number % 2 and 0 < asked.num_computed < asked.num_tokens and engine.scheduler.num_preemptions < 2:
-            engine.scheduler._preempt(sequence)
+            engine.scheduler.preempt(sequence)
             # its chunks lie elsewhere when it comes back
             engine.kv_cache.reset()
             taken = engine.kv_cache.chunk_pool.allocate(3)

@@ -30,7 +30,7 @@ from kvmosaic.errors import (
     PromptTooLong,
     UnknownRequest,
 )
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, exact_spans, repaired
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import RequestOutput, SamplingParams, StructuredOutputs
@@ -52,7 +52,10 @@ class Reference:
 
     def check(self, engine: InferenceEngine, prompt: Prompt, output: RequestOutput, **placing: Any) -> None:
         """Checks that every token of every answer is (as good as) the most likely one, and its log probability."""
-        layout: Layout = engine.arrange(prompt, **placing)
+        self.check_layout(engine.arrange(prompt, **placing), output)
+
+    def check_layout(self, layout: Layout, output: RequestOutput) -> None:
+        """The same, of a prompt that was read in this layout."""
         for answer in output.outputs:
             expected = dense_logits(self.model, layout, answer.token_ids).double().log_softmax(-1)
             best = expected.max(-1).values
@@ -207,6 +210,30 @@ def repairs(engine: InferenceEngine, reference: Reference) -> None:
     reference.check(engine, plain, output)
 
 
+def documents_that_overlap_at_their_own_offsets(engine: InferenceEngine, reference: Reference) -> None:
+    """A repaired token of a document sees one that ends behind it."""
+    for offsets in ((9, 12), (12, 9), (8, 8)):
+        system, *chunks, question = prompt_of(3, 1).segments
+        placed = [replace(chunk, position_offset=offset) for chunk, offset in zip(chunks, offsets, strict=True)]
+        prompt = Prompt((system, *placed, question))
+        layout = engine.arrange(prompt, position_strategy="absolute")
+        for count in (0, 4, 99):
+            answer = params(repair=f"first({count})" if count else "none")
+            if count and refused(engine, Capability.REPAIR, answer):
+                return
+            opened = set(range(1, len(layout.spans) - 1)) - exact_spans(layout)
+            chosen = {index: range(min(count, layout.spans[index].num_tokens)) for index in opened}
+            try:
+                output = ask(engine, prompt, answer, position_strategy="absolute")
+            except InvalidRepair as error:
+                assert any(layer.mask.kind != "full" for layer in reference.model.layers), (
+                    "no mask hides later positions"
+                )
+                assert "use position_offsets that do not overlap" in str(error)
+                continue
+            reference.check_layout(repaired(layout, chosen), output)
+
+
 def warm_up(engine: InferenceEngine, reference: Reference) -> None:
     prompt = prompt_of(2, 3, system=[70, 71])
     if not engine.capabilities.has(Capability.WARM_UP):
@@ -295,6 +322,7 @@ CASES: dict[str, Callable[[InferenceEngine, Reference], None]] = {
         structured_output,
         rolling_windows,
         repairs,
+        documents_that_overlap_at_their_own_offsets,
         warm_up,
         salts_share_nothing,
         an_aborted_request_leaves_nothing,

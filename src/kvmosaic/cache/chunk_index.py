@@ -70,6 +70,8 @@ class ChunkIndex:
         self.shared = SharedBlocks()
         self.unwritten_step = -1
         """The step being assembled: the chunks that it completes are not written yet; -1 for none."""
+        self._unwritten: list[Chunk] = []
+        """Chunks that it completes; they depend on the source of their first blocks until they are written."""
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
         self._policy = policy
@@ -253,12 +255,26 @@ class ChunkIndex:
             self._free(chunk)
         self._enqueue(chunk)
 
+    def begin_step(self, step: int) -> None:
+        """Starts assembling a step."""
+        self.unwritten_step = step
+
+    def end_step(self) -> None:
+        """Ends a step that was carried out, or of which all was abandoned that was not."""
+        self.unwritten_step = -1
+        for chunk in self._unwritten:
+            self._end_wait(chunk)
+        self._unwritten.clear()
+
     def complete(self, chunk: Chunk, step: int) -> None:
         """Marks a chunk as ready: its last token is computed."""
         assert chunk.state is ChunkState.COMPUTING and chunk.num_computed == chunk.num_tokens
         chunk.state = ChunkState.READY
         chunk.completed_step = step
-        self._end_wait(chunk)
+        if step == self.unwritten_step:
+            self._unwritten.append(chunk)
+        else:
+            self._end_wait(chunk)
         if chunk.codec:
             self.starts.discard(chunk)  # it is not exact, because it came from a lossy tier
         self._enqueue(chunk)
@@ -267,7 +283,7 @@ class ChunkIndex:
     def abandon(self, chunk: Chunk) -> None:
         """Removes a chunk that was not (correctly) computed; its last release frees the blocks.
 
-        Unfinished chunks that share its first blocks are abandoned, too.
+        Chunks that share its first blocks and are not written are abandoned, too.
         """
         abandoned = [chunk]
         while abandoned:
@@ -379,7 +395,7 @@ class ChunkIndex:
             assert (chunk.queue_entry is not None) == chunk.is_evictable
             assert chunk.num_kept <= chunk.num_computed and chunk.num_kept < chunk.num_tokens
             if (source := chunk.start_source) is not None:
-                assert chunk.state is ChunkState.COMPUTING and not source.is_abandoned
+                assert (chunk.state is ChunkState.COMPUTING or chunk in self._unwritten) and not source.is_abandoned
                 num_blocks = 0 if source.is_ready else chunk.num_kept // self.pool.block_size
                 assert list(source.block_ids[:num_blocks]) == list(chunk.block_ids[:num_blocks])
             assert not chunk.lacks_start or chunk.num_computed == chunk.num_kept

@@ -161,12 +161,12 @@ class KVCache(TenantChunks):
         """Starts assembling a step: `rollback_step` undoes what was advanced since this call."""
         self._step += 1
         self._prefix.begin_step(self._step)
-        self._chunks.unwritten_step = self._step
+        self._chunks.begin_step(self._step)
 
     def end_step(self) -> None:
         """Ends a step that was carried out: what it computed may be copied from now on."""
         self._prefix.end_step()
-        self._chunks.unwritten_step = -1
+        self._chunks.end_step()
 
     def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> None:
         """Marks the next `num_tokens` tokens of a span as computed, by the step being assembled at the latest.

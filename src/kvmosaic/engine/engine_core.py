@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,8 @@ from kvmosaic.sampling import sample
 
 if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import StepRunner
+
+logger = logging.getLogger("kvmosaic.engine")
 
 _FETCH_SECONDS = 0.005
 """How long a step with nothing to compute waits for chunks from the tiers."""
@@ -64,7 +68,7 @@ class EngineCore:
         self._end_refused(step, news)
         self._restore(step)
         if step.works:
-            logits = self._forward(step)
+            logits = self._forward(step, news)
             completed = step.completed_chunks()  # before sequences that finish release their blocks
             for chunk, seconds in completed:
                 self._kv_cache.record_compute(chunk, seconds * 1e3)
@@ -146,18 +150,82 @@ class EngineCore:
         sequence.note_repair(self._clock() - begin)
         self._scheduler.replan(sequence)
 
-    def _forward(self, step: Step) -> torch.Tensor:
-        """Computes a step, and charges its time to the sequences, spans and tenants."""
+    def _forward(self, step: Step, news: dict[str, Request]) -> torch.Tensor:
+        """Computes a step, and charges its time to the sequences, spans and tenants.
+
+        If its forward fails, only the works that can be computed are left in the step.
+        """
         begin = self._clock()
-        logits = self.runner.run([rows for work in step.works for rows in rows_of(work)], step.copies)
+        self.runner.copy(step.copies)  # once: what they read may be written by the forward
+        try:
+            logits = self._run(step.works)
+        except Exception as error:
+            logits = self._run_apart(step, error, news)
         self._kv_cache.end_step()
         seconds = self._clock() - begin
+        if not step.works:
+            return logits
         self._scheduler.note_step(step, seconds)
         if self._offloader is not None:
             self._offloader.note_step(step.num_tokens, seconds)
         for work in step.works:
             work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
         return logits
+
+    def _run(self, works: List[ScheduledTokens]) -> torch.Tensor:
+        return self.runner.run([rows for work in works for rows in rows_of(work)])
+
+    def _run_apart(self, step: Step, error: Exception, news: dict[str, Request]) -> torch.Tensor:
+        """Computes the works of a failed forward request by request, in order; a request that fails alone, too, ends.
+
+        A request that reads what another one was to compute starts over, as does one whose attention is measured: the
+        failed forward may have measured some of it.
+
+        Raises:
+            Exception: `error`, if there is one request only, or all fail, as on a device that is gone.
+        """
+        requests = {work.sequence.request for work in step.works}
+        if len(requests) == 1:
+            raise error
+        failed: dict[Request, Exception] = {}
+        logits: dict[int, torch.Tensor] = {}
+        for request, group in groupby(step.works, key=lambda work: work.sequence.request):
+            works = list(group)
+            if any(work.sequence.is_stale for work in works):
+                self._roll_back(work.sequence for work in works)
+                continue
+            try:
+                rows = self._run(works).clone()  # the next forward may overwrite them
+            except Exception as alone:
+                failed[request] = alone
+                self._roll_back(self._requests.sequences_of(request))
+            else:
+                parts = torch.split(rows, [work.num_logits for work in works])
+                logits.update(zip(map(id, works), parts, strict=True))
+        if len(failed) == len(requests):
+            raise error
+        for request, cause in failed.items():
+            logger.error("a forward failed with one request alone, which ends", exc_info=cause)
+            self._fail(request, _public(cause, "the forward of this request failed"), news)
+        self._restart(step)
+        step.works = [work for work in step.works if work.sequence.allocation is not None and id(work) in logits]
+        return torch.cat([logits[id(work)] for work in step.works]) if step.works else torch.empty(0)
+
+    def _roll_back(self, sequences: Iterable[Sequence]) -> None:
+        """Drops what a failed step was to compute for some sequences; who reads it becomes stale."""
+        for sequence in sequences:
+            if sequence.allocation is not None:
+                self._kv_cache.rollback_step(sequence.allocation)
+
+    def _restart(self, step: Step) -> None:
+        """Requeues sequences that read what was dropped, and those of a step whose attention is measured."""
+        for sequence in dict.fromkeys(work.sequence for work in step.works if work.sequence.request.is_measuring):
+            if sequence.allocation is not None and not sequence.is_stale:
+                self._scheduler.preempt(sequence)
+        while stale := [sequence for sequence in self._scheduler.running if sequence.is_stale]:
+            self._roll_back(stale)  # which may make others stale
+            for sequence in stale:
+                self._scheduler.preempt(sequence)
 
     def _offload(self, completed: List[tuple[Chunk, float]]) -> None:
         """Offloads the chunks that a step has completed; from here on it cannot fail."""
@@ -242,17 +310,11 @@ class EngineCore:
 
     def give_up(self, error: BaseException) -> None:
         """Cleans up after a failed step: nothing it was to compute may be found, and no request holds a block."""
-        for sequence in list(self._scheduler.running):
-            if sequence.allocation is not None:
-                self._kv_cache.rollback_step(sequence.allocation)
+        self._roll_back(self._scheduler.running)
         for request in self._requests.unfinished:
             if isinstance(error, Exception) and self._only_waits(request):
                 continue
-            if isinstance(error, KVMosaicError):
-                request.error = error
-            else:
-                request.error = EngineError("a step failed, and with it the requests that took part in it")
-                request.error.__cause__ = error
+            request.error = _public(error, "a step failed, and with it the requests that took part in it")
             self.end(request)
 
     def _only_waits(self, request: Request) -> bool:
@@ -262,3 +324,12 @@ class EngineCore:
             (sequence in admission.waiting or sequence in admission.fetching) and sequence is not admission.candidate
             for sequence in self._requests.sequences_of(request)
         )
+
+
+def _public(error: BaseException, text: str) -> KVMosaicError:
+    """The error that a client gets: no detail of ours in it."""
+    if isinstance(error, KVMosaicError):
+        return error
+    public = EngineError(text)
+    public.__cause__ = error
+    return public

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
-from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
+from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, Span, exact_spans, repaired
 from kvmosaic.prompt import SegmentKind
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
@@ -56,7 +56,7 @@ class RequestRepair:
     def __post_init__(self) -> None:
         self.name, self.signals = str(self.policy), frozenset(self.policy.signals)
         spans, exact = self.layout.spans, exact_spans(self.layout)
-        self.chunks = [index for index, span in enumerate(spans) if span.segment.kind is SegmentKind.CHUNK]
+        self.chunks = [index for index, span in enumerate(spans) if _is_chunk(span)]
         self.open_chunks = [index for index in self.chunks if index not in exact]
 
     @property
@@ -175,7 +175,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_w
     Raises:
         InvalidRepair: the policy does not fit the model or the request.
     """
-    if isinstance(policy, NoRepair) or all(span.segment.kind is not SegmentKind.CHUNK for span in layout.spans):
+    if isinstance(policy, NoRepair) or not any(map(_is_chunk, layout.spans)):
         return None
     if reason := why_not_repaired(policy, layout, model, has_window=has_window):
         raise InvalidRepair(reason)
@@ -191,7 +191,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *
             f"repair={policy} keeps some tokens of documents apart, and window_tokens moves documents along with the "
             "text; use repair='none' or 'full', or leave window_tokens out"
         )
-    num_chunks = sum(span.segment.kind is SegmentKind.CHUNK for span in layout.spans)
+    num_chunks = sum(map(_is_chunk, layout.spans))
     if num_chunks > MAX_REPAIRED_DOCUMENTS and not isinstance(policy, Temperature):
         return (
             f"repair={policy} looks at every document from each of the others, and this prompt has {num_chunks:,}; at "
@@ -203,6 +203,10 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *
             f"documents overlap; this model does not allow that ({model.immovable_reason}); use repair='none' or "
             "'full', or position_strategy='absolute'"
         )
+    if layout.rules.takes_offsets and not isinstance(policy, Temperature):
+        first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if _is_chunk(span)), (0,))
+        if reason := model.why_unreadable(repaired(layout, first_tokens)):
+            return f"repair={policy}: {reason}"
     return _unsuited(policy, model)
 
 
@@ -229,6 +233,10 @@ def _unsuited(policy: RepairPolicy, model: EngineModel) -> str:
             "use 'first(k)' or 'query(fraction)'"
         )
     return ""
+
+
+def _is_chunk(span: Span) -> bool:
+    return span.segment.kind is SegmentKind.CHUNK
 
 
 def _weight_of(policy: RepairPolicy) -> SoftmaxWeight:

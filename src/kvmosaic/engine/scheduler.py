@@ -285,7 +285,7 @@ class Scheduler:
                 was_refused=waiting in self.admission.refused,
             )
             for sequence in chosen:
-                self._preempt(sequence)
+                self.preempt(sequence)
             if chosen:
                 self.admission.preferred = waiting
                 return
@@ -303,7 +303,7 @@ class Scheduler:
         assert allocation is not None
         if allocation.is_stale:
             # the request that computed one of its chunks dropped it: start over
-            self._preempt(sequence)
+            self.preempt(sequence)
             return
         for index, span in enumerate(allocation.spans):
             remaining = span.num_tokens - span.num_computed
@@ -353,7 +353,7 @@ class Scheduler:
                 if victim is None:
                     step.ended.append(sequence)
                     return False
-                self._preempt(victim)
+                self.preempt(victim)
                 if victim is sequence:
                     return False
                 continue
@@ -363,7 +363,7 @@ class Scheduler:
     def _max_rolled(self, sequence: Sequence) -> int:
         return max_at_once(sequence.window, self.kv_cache.request_pool.block_size) if sequence.window else 1
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; its tokens are restored or recomputed later."""
         self.preemption.save(sequence)
         sequence.time_slice.end(sequence.num_done)

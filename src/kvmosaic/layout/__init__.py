@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvmosaic.layout.arrangement import arrange
     from kvmosaic.layout.composition import composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
-    from kvmosaic.layout.repaired_layout import exact_spans, repair_positions, repaired
+    from kvmosaic.layout.repaired_layout import exact_spans, later_tokens_seen, repair_positions, repaired
     from kvmosaic.layout.rolling_window import RollingWindow
     from kvmosaic.layout.span import (
         BASE_MODEL,
@@ -44,6 +44,7 @@ __all__ = [
     "composition_of",
     "dense",
     "exact_spans",
+    "later_tokens_seen",
     "repair_positions",
     "repaired",
 ]
@@ -53,7 +54,7 @@ _HOMES = {
     "arrangement": ("arrange",),
     "composition": ("composition_of",),
     "dense_layout": ("DenseLayout", "dense"),
-    "repaired_layout": ("exact_spans", "repair_positions", "repaired"),
+    "repaired_layout": ("exact_spans", "later_tokens_seen", "repair_positions", "repaired"),
     "rolling_window": ("RollingWindow",),
     "span": (
         "BASE_MODEL",

@@ -78,6 +78,26 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Softma
     return replace(layout, spans=spans)
 
 
+def later_tokens_seen(layout: Layout) -> str:
+    """Which repaired token sees tokens at later positions than its own, in words; empty if none does.
+
+    That is so where documents overlap at their own offsets. A mask that goes by positions may hide it.
+    """
+    if layout.repair is None:
+        return ""
+    repair = layout.spans[layout.repair]
+    for row in repair.parts:  # the first token of each part has the lowest position
+        for view in repair.views:
+            span, ends = layout.spans[view.span], view.visibility.ends if view.visibility is not None else ()
+            last = span.start + view.distance + (ends[row] if ends else span.num_tokens) - 1
+            if last >= repair.positions[row] and (not ends or ends[row]):
+                return (
+                    f"{span.segment.label} ends at position {last:,}, and a repaired token that sees it is at position "
+                    f"{repair.positions[row]:,}"
+                )
+    return ""
+
+
 def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], from_repair: Mapping[int, int]) -> list[View]:
     """The question's views of repaired tokens: each chunk's part where it sees the chunk."""
     positions, number = layout.positions(), len(layout.spans) - 1

@@ -221,10 +221,10 @@ class Cells:
                 self._homes[slots[number]], self._positions[slots[number]] = home, positions[number]
                 home.uses[positions[number]] = 1
 
-    def position_of(self, slot: int) -> int:
-        """The position at which the token of a slot was computed."""
-        assert self._homes[slot] is not None, "rows read written slots"
-        return self._positions[slot]
+    def positions_of(self, first: int, num_slots: int) -> list[int]:
+        """The positions at which the tokens of consecutive slots were computed."""
+        assert self._homes[first] is not None, "rows read written slots"
+        return self._positions[first : first + num_slots]
 
     def _home_of(self, slot: int) -> Home:
         home = self._homes[slot]

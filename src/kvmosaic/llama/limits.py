@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, later_tokens_seen
 
 NUM_SEQUENCES = 255
 """Sequences of a context: the most that llama.cpp allows, but one, which pads forwards."""
@@ -17,6 +17,11 @@ def why_unreadable(layout: Layout, window: int) -> str:
     """
     if not window:
         return ""
+    if text := later_tokens_seen(layout):
+        return (
+            f"{text}, which llama.cpp hides from models with sliding windows; use position_offsets that do not "
+            "overlap, or engine='transformers'"
+        )
     for span in layout.spans:
         seen = max((layout.spans[view.span].end + view.distance for view in span.views), default=span.start)
         if span.start - seen > window - 2:

@@ -22,7 +22,7 @@ from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
 from kvmosaic.llama.tiles import TILE, TILED_TYPES, Part, is_shorter_apart, num_padding, row_cost
-from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target
+from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target, spans_of
 from kvmosaic.model.runner import SpanRows
 
 _SPARE_CELLS = 1
@@ -304,22 +304,37 @@ class LlamaRunner:
             begin = hidden + 1
 
     def _continuous(self, group: _Group) -> tuple[SlotRun, ...]:
-        """The runs of a group, such that the last position before its rows is taken.
+        """The runs of a group, such that the last position before its rows is taken, and none after it.
 
-        llama.cpp refuses rows after a gap. Once a key is rotated, its position is only compared: the last token that
-        the rows see is copied, with the position before them and its key as it is.
+        llama.cpp refuses rows after a gap, and hides what is not before them, as of documents that overlap at their own
+        offsets. Once a key is rotated, its position is only compared: what is not before the rows is copied to before
+        them with its keys as they are, or else the last token that they see to the position before them.
         """
-        if not group.runs:
+        runs = tuple(part for run in group.runs for part in self._before(run, group.position))
+        if not runs:
             return ()
-        ends = [self._last_position(run) for run in group.runs]
+        ends = [self._last_position(run) for run in runs]
         last = max(ends)
         if last == group.position - 1:
-            return group.runs
+            return runs
         index = ends.index(last)
-        run = group.runs[index]
-        token = SlotRun(run.first + run.num_tokens - 1, 1, run.distance, group.position - 1 - last)
-        rest = run._replace(num_tokens=run.num_tokens - 1)
-        return (*group.runs[:index], rest, *group.runs[index + 1 :], token)
+        run = runs[index]
+        number = self._cells.positions_of(run.first, run.num_tokens).index(last - run.distance - run.label)
+        token = SlotRun(run.first + number, 1, run.distance, group.position - 1 - last)
+        head = run._replace(num_tokens=number)
+        tail = run._replace(first=token.first + 1, num_tokens=run.num_tokens - number - 1)
+        return (*runs[:index], *(part for part in (head, tail) if part.num_tokens), *runs[index + 1 :], token)
+
+    def _before(self, run: SlotRun, position: int) -> Iterator[SlotRun]:
+        """The parts of a run, each labelled so that it ends before a position."""
+        if self._last_position(run) < position:
+            yield run
+            return
+        assert not self._window, "refused when the request was added"
+        positions = [number + run.distance for number in self._cells.positions_of(run.first, run.num_tokens)]
+        for part in spans_of(positions, position):
+            last = max(positions[part.start : part.stop])
+            yield SlotRun(run.first + part.start, len(part), run.distance, min(0, position - 1 - last))
 
     def _max_rows(self, group: _Group) -> int:
         """Rows of a group, from the first, that may see its last token with another position: it is in their window."""
@@ -332,7 +347,7 @@ class LlamaRunner:
         return self._window - distance
 
     def _last_position(self, run: SlotRun) -> int:
-        return self._cells.position_of(run.first + run.num_tokens - 1) + run.distance + run.label
+        return max(self._cells.positions_of(run.first, run.num_tokens)) + run.distance + run.label
 
 
 def _cut(group: _Group, count: int) -> tuple[_Group, _Group]:

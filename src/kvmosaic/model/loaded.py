@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, UnsupportedModel
 from kvmosaic.layers import AttentionCall, LayerSpec
-from kvmosaic.layout import Layout, LayoutAdapter
+from kvmosaic.layout import Layout, LayoutAdapter, later_tokens_seen
 from kvmosaic.model.cpu.fuse import count_fused, fuse_operations
 from kvmosaic.model.cpu.prepack import PackedLinear, Prepack, prepack_linears
 from kvmosaic.model.fingerprint import fingerprint as compute_fingerprint
@@ -140,8 +140,14 @@ class LoadedModel:
         return "transformers"
 
     def why_unreadable(self, layout: Layout) -> str:
-        """Every layout can be read here."""
-        return ""
+        """Why a prompt so arranged cannot be read, and the way out; empty when it can."""
+        chunked = self._chunked_layer
+        if chunked is None or not (text := later_tokens_seen(layout)):
+            return ""
+        return (
+            f"{text}, which layer {chunked.index} of this model hides: it attends in parts of {chunked.mask.size} "
+            "positions; use position_offsets that do not overlap"
+        )
 
     @property
     def no_scores_reason(self) -> str:
@@ -167,13 +173,17 @@ class LoadedModel:
         """Why a text cannot have a rolling window, which moves its tokens; empty when it can."""
         if not self.is_movable:
             return self.immovable_reason
-        chunked = next((layer for layer in self.layers if layer.mask.kind == "chunked"), None)
+        chunked = self._chunked_layer
         if chunked is None:
             return ""
         return (
             f"layer {chunked.index} of this model attends in parts of {chunked.mask.size} tokens "
             "that begin at fixed places"
         )
+
+    @property
+    def _chunked_layer(self) -> LayerSpec | None:
+        return next((layer for layer in self.layers if layer.mask.kind == "chunked"), None)
 
     @property
     def no_repair_reason(self) -> str:

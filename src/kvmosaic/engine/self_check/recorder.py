@@ -14,7 +14,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.step import ScheduledTokens, Step
+from kvmosaic.engine.step import ScheduledTokens
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext
 from kvmosaic.model.hook import Receiver
@@ -93,9 +93,9 @@ class RecordingCore(EngineCore):
 
     runner: RecordingRunner
 
-    def _forward(self, step: Step) -> Tensor:
-        self.runner.works = list(step.works)
-        return super()._forward(step)
+    def _run(self, works: Sequence[ScheduledTokens]) -> Tensor:
+        self.runner.works = list(works)
+        return super()._run(works)
 
 
 class RecordingEngine(Engine):
