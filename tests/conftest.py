@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
+from support.examples import register_profiles
 
 _DATA = tempfile.mkdtemp(prefix="kvmosaic-data-")
 _PROCESS = os.getpid()
@@ -41,18 +42,23 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# A shell starts what runs in its background with Ctrl+C ignored, and processes inherit it; tests send it to some.
+# A shell starts what runs in its background with Ctrl+C ignored, and nohup ignores a closed terminal; processes inherit
+# it, and tests send both signals to some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine may take longer to answer than the five seconds of httpx; what hangs is found all the same.
 for name, seconds in httpx.Timeout(60).as_dict().items():
     setattr(DEFAULT_TIMEOUT_CONFIG, name, seconds)
 
 # Timing is not what these tests are about: a busy machine must not fail them.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
+register_profiles(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    **({"derandomize": True, "print_blob": True} if os.environ.get("CI") else {}),
+)
 
 
 @pytest.fixture
@@ -63,3 +69,6 @@ def quick_folder(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     yield path
     shutil.rmtree(path)
+
+
+pytest_plugins = ["support.times"]

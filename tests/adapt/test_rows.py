@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import random_adapter
+from support.examples import examples
 from support.families import build
 from support.loaded import loaded_family, random_prompt
 
@@ -86,7 +87,7 @@ def test_rows_of_an_adapter_are_what_the_engine_computes_with_it() -> None:
         assert_close(packed_scores(model, packed, question, digest), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.integers(0, 6),
     st.lists(st.integers(1, 20), min_size=1, max_size=5),

@@ -11,9 +11,6 @@ from _pytest.mark import ParameterSet
 from support.attack import Attack, Request, read_attacks
 from support.target import Target, headers_of, slowness
 
-pytestmark = pytest.mark.alone
-"""What a probe waits is some hundredths of a second of CPU time, which neighbours on the same core make longer."""
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:

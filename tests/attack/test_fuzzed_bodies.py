@@ -171,7 +171,6 @@ def told(seed: int, number: int, case: Case, what: str) -> str:
     )
 
 
-@pytest.mark.alone
 def test_no_body_fails_inside_or_hangs(server: RunningServer) -> None:
     fuzzer = Fuzzer(Random(SEED), SEEDS, server.app.openapi())
     ask(server, Case("PUT", "/v1/documents/kept", json.dumps({"text": "It rains.", "ttl_seconds": None}).encode()))

@@ -21,7 +21,18 @@ import pytest
 from support.server import wait_until
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-LIVELY = ("--sample", "2", "--honest-pause", "0.2", "--hostile-pause", "1", "--event-seconds", "2")
+LIVELY = (
+    "--livez-seconds",
+    "60",
+    "--sample",
+    "2",
+    "--honest-pause",
+    "0.2",
+    "--hostile-pause",
+    "1",
+    "--event-seconds",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,6 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, lines) if line["kind"] == "sample"]
 
 
-@pytest.mark.alone
 def test_short_soak_finds_nothing_wrong_and_goes_on_where_it_was(tmp_path: Path) -> None:
     with started(tmp_path, hours=1) as first:
         wait_until(lambda: len(samples(tmp_path)) >= 4 or first.poll() is not None, 300)
@@ -203,7 +213,6 @@ def test_half_a_line_of_a_killed_soak_is_passed_over(scripts: dict[str, ModuleTy
     assert read == [{"kind": "sample", "part": 1}, {"kind": "start", "part": 2}]
 
 
-@pytest.mark.alone
 def test_server_that_dies_is_noticed(tmp_path: Path) -> None:
     with started(tmp_path, hours=1) as running:
         wait_until(lambda: len(samples(tmp_path)) >= 1 or running.poll() is not None, 300)

@@ -16,8 +16,6 @@ import httpx
 import pytest
 from support.target import QUESTION, Target, crowding, headers_of
 
-pytestmark = pytest.mark.alone
-
 WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper bridge".split()
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}
 NUM_ASKED = 8
@@ -41,14 +39,17 @@ def known_documents() -> dict[str, Any]:
 
 
 def first_token_seconds(target: Target, body: dict[str, Any]) -> float:
-    begin = time.monotonic()
+    return target.timed(lambda: read_first_token(target, body))
+
+
+def read_first_token(target: Target, body: dict[str, Any]) -> None:
     url, headers = f"{target.url}/v1/chat/completions", headers_of("honest")
     with httpx.stream("POST", url, json={**body, "stream": True}, headers=headers, timeout=300) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             choices = json.loads(line[6:])["choices"] if line.startswith("data: {") else []
             if choices and choices[0]["delta"].get("content"):
-                return time.monotonic() - begin
+                return
     raise AssertionError("no token came")
 
 

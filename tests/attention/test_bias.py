@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.plain import PlainBackend
 from support.worlds import World, layer_of, worlds
 
@@ -67,7 +68,7 @@ def _shown(mask: MaskSpec, place: int, places: torch.Tensor) -> torch.Tensor:
     return torch.ones(len(places), dtype=torch.bool)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(worlds(DTYPES, dims=(8, 20, 64), num_rows=(1, 1, 2, 7, 40)), st.lists(st.floats(0.001, 0.9), min_size=1))
 def test_a_step_equals_every_score_written_out(world, slopes):
     biased(world, slopes)

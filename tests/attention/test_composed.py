@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.plain import PlainBackend
 
 from kvmosaic import KVPiece, composed_attention
@@ -61,7 +62,7 @@ def cases(draw):
     return query, pieces, rotation
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     cases(),
     st.sampled_from([None, 5.0]),
@@ -136,7 +137,7 @@ def test_empty_queries_are_refused(shape):
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 30), st.sampled_from(["none", "causal", "mask"]))
 def test_flash_and_written_out_attention_agree(seed, num_rows, num_keys, shape):
     torch.manual_seed(seed)

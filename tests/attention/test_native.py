@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings
+from support.examples import examples
 from support.plain import PlainBackend
 from support.worlds import CPU, World, layer_of, rotation_of, worlds
 
@@ -24,7 +25,7 @@ known = load_library().instruction_sets if LIBRARY.exists() else ()
 
 @built
 @pytest.mark.parametrize("instruction_set", known)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(world=worlds(DTYPES))
 def test_native_gives_what_plain_gives_in_float64(instruction_set, world):
     world.check(NativeBackend(instruction_set=instruction_set))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from torch import Tensor
 
 from kvmosaic.attention import NativeBackend, TorchBackend, paged_attention
@@ -97,7 +98,7 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Batch:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     batches(),
     st.sampled_from([None, 0.3]),
@@ -118,7 +119,7 @@ def test_it_equals_dense_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [TorchBackend, NativeBackend])
 def test_backends_and_dtypes_agree_with_dense_attention(make: type[TorchBackend], dtype: torch.dtype) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(batches(dtype), st.sampled_from([None, 4]))
     def check(batch: Batch, window: int | None) -> None:
         expected = dense_twin(batch, batch.query.shape[2] ** -0.5, None, window, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.attention import Call, Piece, RowGroup, merge_partials, plan_reads
 from kvmosaic.layers import MaskSpec
@@ -57,7 +58,7 @@ def shown_by(plan, row):
     return sorted(seen, key=str)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(row_groups(), masks)
 def test_every_row_reads_exactly_what_the_mask_shows(groups, mask):
     plan = plan_reads(groups, mask, CPU)
@@ -93,7 +94,7 @@ def test_a_single_sequence_needs_no_stacking_and_no_merging():
     assert plan_reads([RowGroup(0, 7, 0, ())], MaskSpec(), CPU).is_single
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 def test_merging_parts_equals_one_softmax(seed, num_rows, num_parts, num_heads):
     torch.manual_seed(seed)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.attention import Piece, RowGroup, plan_reads
 from kvmosaic.layers.geometry import FULL
@@ -158,7 +159,7 @@ def check(plan, table, size, paged, group, *, softcap=None, dtype=None, scaling=
     assert torch.equal(paged.stored.view(torch.uint8), paged.before.view(torch.uint8)), "nothing is written"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     step=steps(),
     layout=st.sampled_from(LAYOUTS),

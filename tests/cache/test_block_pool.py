@@ -3,6 +3,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.cache import BlockPool
 from kvmosaic.cache.block_pool import FreeRuns
@@ -111,7 +112,7 @@ def test_impossible_sizes_are_refused(num_blocks, block_size):
         BlockPool("request", num_blocks, block_size)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.booleans()), max_size=40))
 def test_free_runs_agree_with_a_plain_set(num_blocks, operations):
     runs, free = FreeRuns(num_blocks), set(range(num_blocks))
@@ -133,7 +134,7 @@ def test_free_runs_agree_with_a_plain_set(num_blocks, operations):
         assert runs.longest == max((length for _, length in runs.runs()), default=0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 60), st.randoms(use_true_random=False), st.integers(1, 60))
 def test_no_allocation_uses_more_runs_than_needed(num_blocks, draw, count):
     free = [block for block in range(num_blocks) if draw.random() < 0.6]

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.cache import BlockCopy, BlockPool, BlockRun, BlockTable
 from kvmosaic.errors import OutOfBlocks
@@ -109,7 +110,7 @@ def test_a_table_over_reused_blocks_takes_their_references_over():
     assert pool.num_used == 2 and pool.num_references == 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 3, 16]))
 def test_forks_read_back_their_own_tokens_whatever_the_order_of_writes(draw, block_size):
     pool = BlockPool("request", 64, block_size)

@@ -170,7 +170,6 @@ def test_a_reader_of_cached_chunks_is_served_even_above_the_quota():
     assert kv_cache.allocate(kv_cache.plan(prompt(20), tenant="t")).spans[1].action == "reuse"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("eviction", ["lru", "priority"])
 def test_eviction_for_a_quota_costs_the_same_with_many_chunks_of_others(eviction):
     def seconds(num_others: int) -> float:
@@ -181,12 +180,12 @@ def test_eviction_for_a_quota_costs_the_same_with_many_chunks_of_others(eviction
             )
             chunk.num_computed = 1
             kv_cache._chunks.complete(chunk, 0)
-        began = time.perf_counter()
+        began = time.thread_time()
         for number in range(300):
             warmed(kv_cache, prompt(number), tenant="t")
         assert kv_cache.tenant_usage("t").num_blocks == 2 and kv_cache.statistics().evictions == 298
         assert len(kv_cache.chunks()) == num_others + 2
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     few = min(seconds(200) for _ in range(3))
     assert min(seconds(20_000) for _ in range(2)) < 5 * few

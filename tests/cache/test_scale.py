@@ -9,6 +9,7 @@ import pytest
 from cache.world import Clock, layout_of, make_kv_cache, warmed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.cache import BlockPool, Chunk, KeyChain
 from kvmosaic.cache.groups import Groups
@@ -214,7 +215,7 @@ def test_nothing_that_is_asked_while_requests_run_goes_through_all_chunks():
         kv_cache.chunks()
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 4)), max_size=40))
 def test_groups_agree_with_a_dictionary_of_dictionaries(operations):
     groups, plain = Groups(), {}

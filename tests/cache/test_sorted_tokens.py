@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.cache import KeyChain
 from kvmosaic.cache import prefix_entry as module
@@ -35,7 +36,7 @@ def test_alike_tokens_are_counted_from_the_beginning(one, other):
     assert num_alike(encode_tokens(one), encode_tokens(other)) == counted(one, other)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(tokens, st.booleans()), max_size=60), st.lists(tokens, min_size=1, max_size=10))
 def test_one_of_the_neighbours_begins_most_like_any_tokens(changes, asked):
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from cache.world import Clock, Memory, Reader, layout_of, make_kv_cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.examples import examples
 
 from kvmosaic.cache import BlockState, Chunk
 from kvmosaic.errors import ChunkCacheFull, ChunkInUse, OutOfBlocks, QuotaExceeded, QuotaInUse, UnknownChunk
@@ -302,4 +303,4 @@ class Tenancy(RuleBasedStateMachine):
 
 
 TestTenancy = Tenancy.TestCase
-TestTenancy.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestTenancy.settings = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)

@@ -8,6 +8,7 @@ import pytest
 from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, warm_up, warmed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.cache import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem, prefix_tree
 from kvmosaic.errors import InvalidConfig
@@ -178,7 +179,7 @@ conversations = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     conversations,
     st.builds(

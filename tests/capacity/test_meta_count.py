@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from support.families import FAMILIES, configuration
+from support.families import FAMILIES, configuration, each_family
 from support.loaded import loaded_family
 
 from kvmosaic.capacity import ModelFacts
@@ -43,7 +43,7 @@ def count_family(family: str, dtype: torch.dtype = torch.float64, **changes: obj
     return count(module, family)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_counted_is_what_the_engine_allocates(family: str) -> None:
     facts, model = count_family(family), loaded_family(family)
     storage = BlockStorage(model.layers, 3, 4, model.dtype, model.device)

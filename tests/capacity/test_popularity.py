@@ -10,6 +10,7 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.capacity.demand import Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 
@@ -86,7 +87,7 @@ def test_groups_give_what_single_ranks_give() -> None:
         assert hit_rate(zipf_ranks(5_000, 0.9), kept) == pytest.approx(hit_rate(single, kept), abs=1e-4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 1_500), st.floats(0, 3), st.data())
 def test_more_room_never_hurts_and_nothing_beats_the_most_popular(
     count: int, exponent: float, data: st.DataObject

@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from sqlalchemy import event
+from support.programs import installed
 
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, document_place
 from kvmosaic.documents.database import FILE_NAME, SCHEMA_VERSION
@@ -46,10 +47,7 @@ def text_of(store: DocumentStore, document_id: str, version: int | None = None) 
 @pytest.fixture(scope="session")
 def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real PostgreSQL server."""
-    programs = [Path(found)] if (found := shutil.which("initdb")) else []
-    programs += sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-    if not programs:
-        pytest.skip("PostgreSQL is not installed")
+    initdb = Path(installed("postgresql", "initdb", folders="usr/lib/postgresql/*/bin"))
     folder = tmp_path_factory.mktemp("postgresql")
     as_user: list[str] = []
     if os.geteuid() == 0:  # it refuses to run as root
@@ -59,7 +57,7 @@ def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             if path.stat().st_mode & 0o055 != 0o055:  # folders of tests are of one user
                 path.chmod(path.stat().st_mode | 0o055)
         shutil.chown(folder, "postgres", "postgres")
-    data, programs_at = folder / "data", programs[-1].parent
+    data, programs_at = folder / "data", initdb.parent
     subprocess.run(
         [
             *as_user, programs_at / "initdb", "-D", data, "-U", "kvmosaic", "-A", "trust", "-E", "UTF8",

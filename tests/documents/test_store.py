@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument, StoreLimits, StoreUsage, shown_name
 from kvmosaic.documents.stored import TextHead
@@ -362,7 +363,7 @@ def test_place_that_is_not_in_the_list_is_refused(after: str) -> None:
         store.page("a", after=after)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_list_read_while_others_write_shows_each_lasting_document_once(data: st.DataObject) -> None:
     store, clock = make_store()

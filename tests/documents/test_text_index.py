@@ -7,7 +7,6 @@ import string
 import threading
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
@@ -74,7 +73,6 @@ def test_texts_that_are_alike_everywhere_are_bounded():
     assert least_cpu_seconds(lambda: index.find("a" * 1_000_000)) < 2 * slowness()
 
 
-@pytest.mark.alone
 def test_a_long_prompt_is_searched_for_100_000_texts_in_5_ms():
     draws = random.Random(1)
     words = ["".join(draws.choices(string.ascii_lowercase, k=draws.randint(2, 9))) for _ in range(5_000)]
@@ -86,9 +84,9 @@ def test_a_long_prompt_is_searched_for_100_000_texts_in_5_ms():
     prompt = "".join(" ".join(draws.choices(words, k=5)) + f" {stored[number]} " for number in chosen)[:100_000]
     seconds = []
     for _ in range(7):
-        began = time.process_time()
+        began = time.thread_time()
         found = index.find(prompt)
-        seconds.append(time.process_time() - began)
+        seconds.append(time.thread_time() - began)
     assert len(found) >= 200 and [number for _, _, number in found] == [str(number) for number in chosen[: len(found)]]
     print(f"{sorted(seconds)[3] * 1e3:.2f} ms of CPU for {len(prompt)} characters and {len(index)} texts")
     assert sorted(seconds)[3] < 5e-3 * slowness()

@@ -348,20 +348,16 @@ class RunnerWithPoison(RunnerThatFails):
         return super().run(spans, copies)
 
 
-@pytest.mark.alone
-def test_a_request_that_always_fails_keeps_the_engine_from_others_for_no_longer_than_a_step():
+def test_a_request_that_always_fails_keeps_the_engine_from_others_for_no_longer_than_a_step(monkeypatch):
+    monkeypatch.setattr("kvmosaic.engine.engine_thread.TRIAL_SECONDS", 3_600.0)
     inner = build_engine(llama(), runner=RunnerWithPoison)
 
     async def main():
         async with running(inner) as engine:
-            longest = 0.0
             for _ in range(4 * MAX_FAILURES):
                 with pytest.raises(EngineError):
                     await read(engine, Prompt.plain([5, POISON, 5]))
-                began = time.monotonic()
-                await until(lambda: engine.failure is None)
-                longest = max(longest, time.monotonic() - began)
-            assert longest < TRIAL_SECONDS / 2, longest
+                await until(lambda: engine.failure is None)  # not by the trials that are repeated
             assert await read(engine, ask(0)) == alone(ask(0))
 
     asyncio.run(main())

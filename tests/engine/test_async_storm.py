@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.async_engines import RunnerThatFails, held, running, tokens
 from support.engines import GREEDY, answer, build_engine, token_ids
+from support.examples import examples
 from support.loaded import loaded_family
 
 from kvmosaic.errors import EngineError, EngineStopped
@@ -72,7 +73,7 @@ async def look(engine, number, patience):
 ACTIONS = st.tuples(st.sampled_from([ask, ask, ask_and_cancel, warm, look]), st.integers(0, 3), st.integers(0, 6))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(ACTIONS, min_size=1, max_size=16),
     st.sampled_from([(24, 12), (24, 24), (128, 128)]),

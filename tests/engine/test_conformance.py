@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from support.copying_engine import CopyingEngine
-from support.engine_conformance import CASES, Reference, run_case
+from support.engine_conformance import Reference, each_case, run_case
 from support.engines import build_engine
 from support.families import build
 
@@ -24,13 +24,11 @@ def own_engine(family: str) -> InferenceEngine:
     return build_engine(model_of(family))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "gemma3", "deepseek_v3", "llama4"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "family"), each_case(["llama", "gpt2", "bloom", "gemma3", "deepseek_v3", "llama4"]))
 def test_own_engine(case: str, family: str) -> None:
     run_case(case, own_engine(family), Reference(model_of(family), 1e-9))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mistral"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "family"), each_case(["llama", "gpt2", "bloom", "mistral"]))
 def test_engine_that_copies_and_rotates_keys(case: str, family: str) -> None:
     run_case(case, CopyingEngine(model_of(family)), Reference(model_of(family), 1e-9))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, RecordingRunner, answer, build_engine, token_ids
+from support.examples import examples
 from support.families import build
 
 from kvmosaic.engine.sequence import Sequence
@@ -159,7 +160,7 @@ def test_chunks_of_waiting_requests_are_evicted_and_computed_again():
     assert engine.kv_cache.statistics().evictions > 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 6)), min_size=1, max_size=8),
     st.integers(5, 40),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, build_engine, set_offloader
+from support.examples import examples
 from support.loaded import loaded_family, random_prompt
 from support.tiers import GATE_SECONDS, HandClock, TroubledTier
 
@@ -192,7 +193,7 @@ def test_a_copy_that_fails_stores_nothing_and_gives_the_blocks_back(watched: Wat
         max_size=14,
     )
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_no_order_of_events_writes_what_a_chunk_did_not_hold(moves: list[tuple[str, int]]) -> None:
     watched = Watched(chunk_blocks=14)
     kv_cache = watched.engine.kv_cache

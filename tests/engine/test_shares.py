@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clocked import World
 from support.engines import build_engine
+from support.examples import examples
 from support.loaded import loaded_family
 
 from kvmosaic.engine import Request
@@ -242,7 +243,7 @@ ASKED = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     asked=st.lists(ASKED, min_size=1, max_size=14),
     blocks=st.integers(20, 40),

@@ -13,6 +13,7 @@ import zstandard
 from entries.entries import Stored, expectation, same_bits, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.entries import decode_entry, num_file_header_bytes, read_header
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
@@ -114,7 +115,7 @@ def is_right_or_refused(chunk: Stored, entry: bytes) -> None:
         assert same_bits(chunk.decode(entry).layers, chunk.decode().layers)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(mutations)
 def test_a_header_with_odd_bytes_is_refused_or_says_the_same(changes):
     for chunk in (PLAIN, SEALED, PACKED):
@@ -150,7 +151,7 @@ def with_frame(frame: bytes) -> bytes:
     return with_table(PACKED, {"__metadata__": PACKED.table["__metadata__"], "payload.zst": place}, frame)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(fields, texts | json_values)
 def test_any_value_in_any_field_is_refused_or_says_the_same(name, value):
     for chunk in (PLAIN, PACKED):
@@ -159,7 +160,7 @@ def test_any_value_in_any_field_is_refused_or_says_the_same(name, value):
         is_right_or_refused(chunk, with_table(chunk, table))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tensors, json_values)
 def test_any_table_of_tensors_but_the_right_one_is_refused(name, value):
     for chunk in (PLAIN, PACKED):

@@ -97,8 +97,9 @@ def test_unlabelled_cases_have_distances_and_no_score(llm: LLM, case: Case) -> N
     labelled, context_free = asked(llm, case), asked(llm, replace(case, answers=()))
     for way in (FULL, *WAYS):
         assert (context_free[way].score, context_free[way].loss) == (None, None)
-        assert context_free[way].divergence == labelled[way].divergence
-        assert context_free[way].agreement == labelled[way].agreement
+        # a reading whose prompt is cached rounds otherwise
+        assert context_free[way].divergence == pytest.approx(labelled[way].divergence, abs=1e-6)
+        assert context_free[way].agreement == pytest.approx(labelled[way].agreement)
     assert context_free[FULL].answer == labelled[FULL].answer and context_free[Variant()].answer == ""
 
 

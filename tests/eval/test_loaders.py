@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
@@ -228,7 +229,7 @@ DIALOGUES = st.builds(lambda dialogue, summary: {"dialogue": dialogue, "summary"
     st.booleans(),
     st.sampled_from([1, 7, 4096]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_lines_and_a_list_give_the_same_cases(
     tmp_path_factory: pytest.TempPathFactory,
     values: list[dict[str, str]],
@@ -250,7 +251,7 @@ def test_lines_and_a_list_give_the_same_cases(
 
 
 @given(TEXTS, st.lists(TEXTS, min_size=1, max_size=12), TEXTS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_ruler_gives_back_the_documents_that_its_prompt_was_made_of(
     tmp_path_factory: pytest.TempPathFactory, head: str, texts: list[str], question: str
 ) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval import scores
@@ -44,7 +45,7 @@ def plain_rouge_l(said: str, answer: str) -> float:
 
 
 @given(TEXTS, ANSWERS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_exact_match_and_f1_are_those_of_a_plain_twin(said: str, answers: list[str]) -> None:
     words = [plain_words(answer) for answer in answers]
     assert scores.exact_match(said, answers) == float(plain_words(said) in words)
@@ -52,7 +53,7 @@ def test_exact_match_and_f1_are_those_of_a_plain_twin(said: str, answers: list[s
 
 
 @given(TEXTS, ANSWERS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_exact_match_is_that_of_the_library(said: str, answers: list[str]) -> None:
     from torchmetrics.functional.text import squad
 
@@ -61,13 +62,13 @@ def test_exact_match_is_that_of_the_library(said: str, answers: list[str]) -> No
 
 
 @given(TEXTS, st.lists(TEXTS, min_size=1, max_size=2))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_rouge_l_is_that_of_a_plain_twin(said: str, answers: list[str]) -> None:
     assert scores.rouge_l(said, answers) == pytest.approx(max(plain_rouge_l(said, answer) for answer in answers))
 
 
 @given(st.sampled_from(METRICS), TEXTS, ANSWERS, TEXTS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_scores_are_from_0_to_1_and_more_accepted_answers_only_help(
     metric: Metric, said: str, answers: list[str], more: str
 ) -> None:
@@ -78,14 +79,14 @@ def test_scores_are_from_0_to_1_and_more_accepted_answers_only_help(
 
 
 @given(TEXTS, TEXTS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_exact_match_f1_and_rouge_l_are_the_same_both_ways(one: str, other: str) -> None:
     for metric in ("exact", "f1", "rouge_l"):
         assert scores.score(metric, one, [other]) == pytest.approx(scores.score(metric, other, [one]))
 
 
 @given(TEXTS.filter(lambda text: bool(re.search("[a-z0-9]", text))))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_accepted_answer_itself_is_worth_1(text: str) -> None:
     for metric in METRICS:
         assert scores.score(metric, text, [text]) == pytest.approx(1)

@@ -3,6 +3,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import LFU, LRU, POLICIES, Candidate, EvictionPolicy, EvictionQueue, Priority, choose
@@ -103,7 +104,7 @@ def test_a_removed_item_is_not_evicted_and_can_be_pushed_again():
     assert names(queue) == ["b", "a"]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(st.tuples(st.sampled_from("push remove evict".split()), st.integers(0, 9), st.integers(0, 5))))
 def test_two_queues_that_share_entries_agree_with_sorting(operations):
     queues, items, expected = (EvictionQueue(), EvictionQueue()), [Item(name) for name in range(10)], {}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.operations import FetchReport, StoredRun
@@ -111,7 +112,7 @@ def test_one_prompt_alone_gets_more_than_there_is_room_for_in_two_parts_as_well(
     assert staging.want("a", [run(3, 8), run(1, 8)], 1)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.data())
 def test_whatever_happens_bytes_and_waiters_add_up(data):
     staging, held = Staging(2, 40), {0: set(), 1: set()}  # numbers that each rank was asked for and not told to drop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.layout import RollingWindow
 
@@ -42,7 +43,7 @@ def test_places_are_neighbours_within_a_lap_and_a_window_reaches_one_lap_back(
     assert window.oldest(token) >= before
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(window=windows, num_tokens=st.integers(1, 60))
 def test_what_is_left_out_is_what_the_last_window_does_not_depend_on(window: RollingWindow, num_tokens: int) -> None:
     """Which keys matter is found by walking through the layers, token by token."""

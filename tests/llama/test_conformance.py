@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from support.engine_conformance import CASES, Reference, run_case
+from support.engine_conformance import Reference, each_case, run_case
 from support.llama_engine import llama_engine, llama_reader
 
 from kvmosaic.assembly import bundled_reader
@@ -17,7 +17,6 @@ def reader() -> LoadedModel:
     return load_model(bundled_reader(), dtype="float32")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_sequences", [64, 12, 5])
+@pytest.mark.parametrize(("case", "num_sequences"), each_case([64, 12, 5]))
 def test_llama_cpp(case: str, num_sequences: int) -> None:
     run_case(case, llama_engine(llama_reader(), num_sequences=num_sequences), Reference(reader(), 0.05))

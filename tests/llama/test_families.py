@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.engine_conformance import CASES, Reference, ask, params, run, run_case
+from support.engine_conformance import Reference, ask, each_case, params, run, run_case
 from support.engines import build_engine, dense_logits
 from support.gguf_families import FAMILIES, WINDOW, family_file, family_model
 from support.llama_engine import RecordingLlamaRunner, llama_engine
@@ -64,9 +64,8 @@ def difference(engine: Engine, prompt: Prompt, family: str, repair: str = "none"
     return float((found - expected).pow(2).mean().sqrt() / expected.std())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", CASES)
-def test_every_family_does_what_an_engine_must(family: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "family"), each_case(FAMILIES))
+def test_every_family_does_what_an_engine_must(case: str, family: str) -> None:
     run_case(case, llama_engine(model(family)), Reference(family_model(family), 0.05))
 
 

@@ -8,7 +8,7 @@ from itertools import chain, permutations
 
 import pytest
 import torch
-from support.engine_conformance import CASES, DOCUMENTS, SYSTEM, Reference, ask, params, run_case
+from support.engine_conformance import DOCUMENTS, SYSTEM, Reference, ask, each_case, params, run_case
 from support.engine_conformance import QUESTION as ASKED
 from support.engines import dense_logits
 from support.llama_engine import RecordingLlamaRunner, documents, llama_engine, llama_reader, reader_file
@@ -75,9 +75,8 @@ def test_composed_prompts_are_as_near_as_ordinary_ones(setting: tuple[str, str, 
     assert found <= 2 * median(ordinary_differences(*setting)), (found, median(ordinary_differences(*setting)))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_every_kind_does_what_an_engine_must(setting: tuple[str, str, int], case: str) -> None:
+@pytest.mark.parametrize(("case", "setting"), each_case(SETTINGS), ids=str)
+def test_every_kind_does_what_an_engine_must(case: str, setting: tuple[str, str, int]) -> None:
     kind, cache_type, num_threads = setting
     engine = llama_engine(llama_reader(kind, cache_type), num_threads=num_threads)
     run_case(case, engine, Reference(dequantized(kind), tolerance(*setting)))

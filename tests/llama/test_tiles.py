@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from llama.test_conformance import reader
-from support.engine_conformance import CASES, Reference, run_case
+from support.engine_conformance import CASES, Reference, each_case, run_case
 from support.llama_engine import llama_engine, llama_reader
 
 from kvmosaic.llama import runner
@@ -21,17 +21,14 @@ def always(groups: Sequence[tuple[int, int]], cost: RowCost) -> int:
     return max(0, TILE - sum(count for count, _ in groups))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_engines_with_padded_forwards_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "num_padding", always)
-    run_case(case, llama_engine(llama_reader()), Reference(reader(), 0.05))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_engines_whose_rows_all_have_a_forward_of_their_own_give_the_same(
-    case: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("case", "way"), each_case(["as they are", "padded", "apart"])[len(CASES) :])
+def test_padded_forwards_and_forwards_for_each_rows_give_the_same(
+    case: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "is_shorter_apart", lambda *_: True)
+    if way == "padded":
+        monkeypatch.setattr(runner, "num_padding", always)
+    else:
+        monkeypatch.setattr(runner, "is_shorter_apart", lambda *_: True)
     run_case(case, llama_engine(llama_reader()), Reference(reader(), 0.05))
 
 

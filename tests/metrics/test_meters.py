@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.examples import examples
 
 from kvmosaic.metrics import Family, Meters, Sample, SampleCollector, expose
 
@@ -106,7 +107,7 @@ def test_no_series_tells_when_it_was_made(accept: str | None) -> None:
     assert b"_created" not in expose(registry, accept)[0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_any_text_in_a_label_comes_back_from_both_formats(name: str) -> None:
     registry = CollectorRegistry()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.families import FAMILIES, build
+from support.families import FAMILIES, build, each_family
 from support.loaded import dense_layout, dense_logits, loaded_family, random_prompt
 from support.reference import eager_logits
 
@@ -38,7 +38,7 @@ def test_enough_architectures_can_be_moved() -> None:
     assert len({FAMILIES[name].model_type for name in MOVABLE}) >= 57
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_detection_finds_every_rotation_and_mask(family: str) -> None:
     model, about = loaded_family(family), FAMILIES[family]
     assert [_written(layer.rotation) for layer in model.layers] == _repeated(about.rotations, len(model.layers))
@@ -50,7 +50,7 @@ def test_detection_finds_every_rotation_and_mask(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_detection_finds_the_same_in_every_dtype(family: str, dtype: torch.dtype) -> None:
     coarse, fine = LoadedModel.from_module(build(family, dtype)), loaded_family(family)
     for mine, theirs in zip(coarse.layers, fine.layers, strict=True):
@@ -67,7 +67,7 @@ def test_detection_finds_the_same_in_every_dtype(family: str, dtype: torch.dtype
             assert mine.rotation.inv_freq == pytest.approx(theirs.rotation.inv_freq, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_the_dense_twin_equals_eager_attention(family: str) -> None:
     model, layout = loaded_family(family), dense_layout(random_prompt())
     expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
@@ -75,14 +75,14 @@ def test_the_dense_twin_equals_eager_attention(family: str) -> None:
     assert (dense_logits(model, layout) - expected).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_the_dense_twin_equals_eager_attention_in_float32(family: str) -> None:
     model, layout = LoadedModel.from_module(build(family, torch.float32)), dense_layout(random_prompt())
     expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
     assert (dense_logits(model, layout) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("family", [name for name in MOVABLE if name != "beam"])
+@pytest.mark.parametrize("family", each_family(name for name in MOVABLE if name != "beam"))
 def test_moved_chunks_equal_eager_attention_at_their_new_positions(family: str) -> None:
     # Chunks that saw nothing and are moved behind each other: one dense forward at the new positions means the same.
     # Not so where a token feels its absolute position: Beam's queries (see below), and the ends of Llama 4's chunks of
@@ -103,7 +103,7 @@ def test_queries_scaled_by_their_position_keep_the_scale_of_where_they_were_comp
     assert 1e-6 < difference.max() < 1e-2
 
 
-@pytest.mark.parametrize("family", MOVABLE)
+@pytest.mark.parametrize("family", each_family(MOVABLE))
 def test_keys_depend_on_the_position_only_through_the_rotation(family: str) -> None:
     model, tokens = loaded_family(family), torch.arange(3, 14)
     layout = dense_layout(random_prompt(system=0, chunks=(), question=11))

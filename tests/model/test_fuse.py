@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.families import build
 from support.loaded import dense_layout, dense_logits, random_prompt
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def random(*shape: int, size: float = 1.0, seed: int = 0) -> Tensor:
 
 
 @instruction_sets
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     rows, st.integers(1, 300), st.sampled_from([(LlamaRMSNorm, 0), (Gemma3RMSNorm, 3), (Olmo2RMSNorm, 2)]), st.data()
 )
@@ -100,7 +101,7 @@ def test_a_norm_is_that_of_the_module(instruction_set, num_rows, width, kind, da
 
 
 @instruction_sets
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(rows, st.integers(1, 300), st.sampled_from([1e-2, 1.0, 30.0]))
 def test_a_gate_is_that_of_the_activation(instruction_set, num_rows, width, size) -> None:
     kernels = RowKernels(instruction_set)
@@ -114,7 +115,7 @@ def test_a_gate_is_that_of_the_activation(instruction_set, num_rows, width, size
 
 
 @instruction_sets
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(rows, st.integers(1, 6), st.integers(1, 3), st.integers(1, 40), st.integers(0, 9))
 def test_a_rotation_has_the_bits_of_the_models(instruction_set, num_rows, heads, kv_heads, half, rest) -> None:
     kernels = RowKernels(instruction_set)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.gguf import save_gguf
 from support.loaded import dense_layout, dense_logits, random_prompt
 from support.tiny import save_tiny_model
@@ -363,7 +364,7 @@ def test_a_quantization_that_cannot_be_is_said_before_weights_are_read(tiny_fold
         loaded(tiny(tmp_path / "m.gguf", tiny_folder), quantization="int8")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_a_damaged_header_is_refused_or_read_and_never_anything_else(
     data: st.DataObject, reader_file: Path, tmp_path_factory: pytest.TempPathFactory

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.families import build
 from support.loaded import dense_layout, dense_logits, random_prompt
 from torch import nn
@@ -38,7 +39,7 @@ def obvious(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 @fast
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 40), st.integers(1, 130), st.integers(1, 130), st.booleans(), st.sampled_from([1e-15, 1.0, 1e15]))
 def test_a_layer_does_what_its_formula_says(rows, width, height, has_bias, size) -> None:
     torch.manual_seed(rows + 50 * width)

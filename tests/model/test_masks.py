@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
@@ -17,13 +18,13 @@ from kvmosaic.model.probe.masks import expected_mask, read_mask
 _CPU = torch.device("cpu")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 200_000))
 def test_every_window_is_read_exactly(size: int) -> None:
     assert read_mask(sliding_window_causal_mask_function(size), _CPU) == MaskSpec("window", size)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(2, 200_000))
 def test_every_chunk_size_is_read_exactly(size: int) -> None:
     predicate = chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))

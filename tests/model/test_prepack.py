@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import answer, build_engine, token_ids
+from support.examples import examples
 from support.families import build
 from support.loaded import dense_layout, dense_logits, random_prompt
 from torch import nn
@@ -39,7 +40,7 @@ def turned_round(prompt: Prompt) -> Prompt:
 
 
 @packs
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 40), st.integers(1, 130), st.integers(1, 130), st.booleans(), st.booleans())
 def test_a_packed_layer_multiplies_like_a_plain_one(rows, width, height, has_bias, skips_rows) -> None:
     torch.manual_seed(rows + 50 * width)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import answer, build_engine, token_ids
+from support.examples import examples
 from support.families import build
 
 from kvmosaic.engine import Engine, Request
@@ -191,7 +192,7 @@ def conversations(draw: Any) -> list[tuple[int, tuple[int, ...], int, int, int, 
     return draw(st.lists(turn, min_size=2, max_size=9))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(conversations(), st.sampled_from([12, 20, 64]), st.sampled_from([3, 4, 16]), st.integers(0, 2**31))
 def test_trees_of_conversations_give_the_answers_of_fresh_engines(turns, num_blocks, block_size, seed):
     model = loaded("llama", torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
-from support.families import FAMILIES, build
+from support.families import FAMILIES, build, each_family
 
 from kvmosaic.errors import NotMovable
 from kvmosaic.layout import arrange
@@ -21,7 +21,7 @@ def prompt_of(vocab_size: int) -> Prompt:
     return Prompt.from_tokens(tokens[:9], [tokens[9:20], tokens[20:25], tokens[25:39]], tokens[39:])
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_composed_equals_dense_in_float64(family):
     model = LoadedModel.from_module(build(family))
     prompt = prompt_of(model.vocab_size)

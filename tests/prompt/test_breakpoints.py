@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
+from support.examples import examples
 from support.nasty import nasty_texts
 from support.target import slowness
 
@@ -82,7 +83,7 @@ def test_marked_parts_need_text():
         take_marked([user(part("  ", EPHEMERAL), part("Why?"))])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(nasty_texts(visible=True), st.booleans()), min_size=1, max_size=5))
 def test_no_text_is_lost_doubled_or_given_to_another(parts):
     written = user(*(part(text, EPHEMERAL if marked else None) for text, marked in parts))

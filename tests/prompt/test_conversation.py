@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.nasty import nasty_texts
 from support.tokenizers import CHATML, COHERE, DEFAULT_SYSTEM, LLAMA2, TEMPLATES, make_tokenizer
 
@@ -97,7 +98,7 @@ def test_a_template_that_takes_contents_apart_is_refused(change):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.data())
 def test_no_content_changes_what_the_template_writes(name, data):
     roles = ["system", "user", "assistant", "user"][data.draw(st.integers(0, 1)) :]
@@ -111,7 +112,7 @@ def test_no_content_changes_what_the_template_writes(name, data):
             assert piece.text in contents[piece.message] or piece.text == contents[piece.message].strip()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(nasty_texts(visible=True), min_size=1, max_size=4))
 def test_contents_that_a_template_leaves_alone_come_out_as_they_were(contents):
     messages = [{"role": "user", "content": content} for content in contents]

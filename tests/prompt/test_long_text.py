@@ -8,6 +8,7 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.nasty import nasty_texts
 from support.server import loaded_reader
 from support.tokenizers import make_tokenizer
@@ -39,7 +40,7 @@ def whole(kind: str, text: str) -> list[int]:
     return list(TOKENIZERS[kind](text, add_special_tokens=False)["input_ids"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(sorted(TOKENIZERS)), st.lists(nasty_texts(), min_size=1, max_size=30), st.integers(1, 12))
 def test_parts_have_the_tokens_of_the_whole(kind: str, texts: list[str], times: int) -> None:
     text = "".join(texts) * times

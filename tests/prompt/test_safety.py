@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.nasty import nasty_texts
 from support.tokenizers import TEMPLATES, make_tokenizer
 
@@ -52,7 +53,7 @@ def test_what_is_said_in_a_conversation_changes_neither_segments_nor_control_tok
 
 
 @pytest.mark.parametrize("name", ["reader", "cohere", "chatml"])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(documents(nasty_texts(visible=True)))
 def test_the_tokens_of_a_document_do_not_depend_on_the_others(name, given_documents):
     encoder = ENCODERS[name, "byte_level"]
@@ -62,7 +63,7 @@ def test_the_tokens_of_a_document_do_not_depend_on_the_others(name, given_docume
     assert together == encoder.encode_documents(given_documents).chunks
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(nasty_texts(visible=True), min_size=1, max_size=4), nasty_texts(visible=True))
 def test_documents_and_escaped_text_keep_the_number_of_segments(texts, question):
     encoder = ENCODERS["chatml", "byte_level"]

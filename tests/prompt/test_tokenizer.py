@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.nasty import nasty_texts
 from support.tokenizers import ADDED, SPECIAL, make_tokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -88,7 +89,7 @@ def test_a_control_token_may_swallow_untrusted_white_space():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_untrusted_text_never_becomes_a_control_token(kind, data):
     encoder, tokenizer = encoders[kind], tokenizers[kind]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
+from support.examples import examples
 from support.target import slowness
 from support.tokenizers import CHATML, make_tokenizer
 from support.tool_families import DEEPSEEK, TOOL_FAMILIES, tool, tool_tokenizer
@@ -125,7 +126,7 @@ def _control_ids(family: str) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("family", ALL)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_no_field_of_tools_and_calls_writes_control_tokens(family: str, data: st.DataObject) -> None:
     """Pieces of control tokens in any field, which neighbours may complete, against harmless texts in their place."""

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.prompt.chat_template.document_placement import NUMBER, cut_gap, unify, written
 
@@ -39,7 +40,7 @@ def test_the_wrapper_of_one_document_is_cut_where_a_reader_would(prefix, suffix,
 texts = st.text(alphabet="ab\n<>01", max_size=8)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(texts, texts, texts, texts, texts)
 def test_head_wrappers_and_tail_together_are_the_whole_text(head, prefix, suffix, joiner, tail):
     gap = unify([suffix + joiner + prefix])

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import GREEDY, build_engine, set_offloader
+from support.examples import examples
 from support.loaded import loaded_family
 from support.tiers import HandClock, TroubledTier
 from support.watching import Spy
@@ -112,7 +113,7 @@ def with_tier(engine: Engine, *, is_persistent: bool) -> Engine:
     return engine
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     sent=st.lists(st.tuples(asks, st.integers(0, 4)), min_size=2, max_size=6),
     strategy=st.sampled_from(["shared", "sequential"]),

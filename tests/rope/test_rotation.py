@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as turn_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_half
 
@@ -49,7 +50,7 @@ def test_turning_is_what_transformers_does(layout: str) -> None:
     assert torch.allclose(turned, expected[0].transpose(0, 1).double(), atol=1e-14 if layout == "half" else 1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rotations, distances, st.integers(-5000, 5000))
 def test_two_turns_add_up(rotation: Rotation, first: list[int], second: int) -> None:
     x = _heads(len(first))
@@ -58,7 +59,7 @@ def test_two_turns_add_up(rotation: Rotation, first: list[int], second: int) -> 
     assert torch.allclose(twice, once, atol=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rotations, distances)
 def test_turning_the_query_back_equals_turning_the_key(rotation: Rotation, values: list[int]) -> None:
     query, key = _heads(len(values)), _heads(len(values)).flip(0)
@@ -67,7 +68,7 @@ def test_turning_the_query_back_equals_turning_the_key(rotation: Rotation, value
     assert torch.allclose(moved_key, turned_query, atol=1e-10)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rotations, distances)
 def test_dimensions_outside_the_rotation_stay(rotation: Rotation, values: list[int]) -> None:
     x = _heads(len(values))
@@ -100,7 +101,7 @@ def test_sixteen_bit_heads_turn_in_the_precision_of_the_tables() -> None:
     assert rotate(_heads(2), tables).dtype is torch.float64
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(rotations, distances)
 def test_partners_are_the_permutation_of_the_tables(rotation: Rotation, values: list[int]) -> None:
     x = _heads(len(values))

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.tokenizers import SENTENCES, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -64,7 +65,7 @@ def test_pieces_together_are_the_text_decoded_at_once(name, text):
 
 @pytest.mark.parametrize("name", ["byte_level", "unigram", "word_pieces"])
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_tokens_come_out_as_decoded_at_once(name, skip, data):
     tokenizer = TOKENIZERS[name]
@@ -73,7 +74,7 @@ def test_any_tokens_come_out_as_decoded_at_once(name, skip, data):
     assert "".join(pieces) == decode_all(tokenizer, ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text(max_size=60))
 def test_half_characters_are_held_back(text):
     tokenizer = TOKENIZERS["byte_level"]
@@ -86,7 +87,7 @@ def test_half_characters_are_held_back(text):
     assert shown + detokenizer.flush() == text
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="�"), max_size=40))
 def test_bytes_of_a_fallback_vocabulary_become_characters(text):
     tokenizer = TOKENIZERS["byte_fallback"]
@@ -133,7 +134,7 @@ def test_without_a_tokenizer_there_is_no_text():
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data(), part_tokens=st.integers(16, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_parts_of_a_long_list_are_the_list_decoded_at_once(name, data, part_tokens):
     tokenizer = TOKENIZERS[name]
     texts = st.lists(st.sampled_from([*TEXTS, *SENTENCES]), min_size=1, max_size=8).map(" ".join)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -76,7 +77,7 @@ def test_presence_and_frequency_penalties_count_the_answer():
     assert result.tolist() == [[0, -0.75, -1.25, 0], [1, 0, 0, 0]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seeds, st.integers(-1, V + 3), st.sampled_from([1e-9, 0.001, 0.5, 0.999, 1.0]), st.floats(0, 1))
 def test_filters_never_remove_the_most_likely_token_nor_touch_their_input(seed, top_k, top_p, min_p):
     logits = logits_of(seed, 1, scale=20.0)

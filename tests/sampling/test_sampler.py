@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -64,7 +65,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(PARAMS, st.lists(PARAMS, max_size=4), st.integers(0, 1000))
 def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(params, others, seed):
     logits = steps(6, 1 + len(others), seed)
@@ -88,7 +89,7 @@ def test_without_a_seed_draws_differ():
     assert run(logits, state()) != run(logits, state())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 1000), st.sampled_from([0.5, 1.5]), st.integers(2, 20), st.floats(0.3, 0.99), st.floats(0, 0.3))
 def test_draws_follow_the_distribution_that_transformers_filters_leave(seed, temperature, top_k, top_p, min_p):
     logits = steps(1, 1, seed)[0]
@@ -164,7 +165,7 @@ def test_logits_are_left_as_they_were():
     assert torch.equal(logits, before)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 10_000))
 def test_the_largest_draw_still_takes_a_token_that_is_possible(seed):
     logits = steps(1, 1, seed)[0]

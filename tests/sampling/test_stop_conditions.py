@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.sampling import Finish, SamplingParams, StopRules, StopStrings
 
@@ -27,7 +28,7 @@ def expected(text, stops, keep):
     return text, None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(letters, stop_lists, st.booleans(), st.lists(st.integers(0, 4), max_size=20))
 def test_a_stop_text_is_found_wherever_the_pieces_are_cut(text, stops, keep, sizes):
     wanted_text, wanted_stop = expected(text, stops, keep)
@@ -44,7 +45,7 @@ def test_a_stop_text_is_found_wherever_the_pieces_are_cut(text, stops, keep, siz
     assert answer.num_characters == len(wanted_text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(letters, stop_lists)
 def test_only_what_may_begin_a_stop_text_is_held_back(text, stops):
     answer = StopStrings(stops)

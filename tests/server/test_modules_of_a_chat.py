@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import httpx
-from support.modules_run import ModulesRun
+from support.modules_run import ModulesRun, max_modules
 from support.server import RunningServer
 
-MAX_MODULES = 111  # 109, and what the server does meanwhile
-"""Reached now; the aim is 65. Raise it only for a module that the path really needs."""
 BODY = {
     "messages": [{"role": "user", "content": "Where does the ferry go?"}],
     "documents": [
@@ -29,4 +27,4 @@ def test_warm_chat_runs_few_modules() -> None:
     report = reply.json()["kvmosaic"]
     assert [document["action"] for document in report["documents"]] != ["computed", "computed"]
     assert "engine/engine.py" in run.modules and "server/openai/chat.py" in run.modules
-    assert len(run.modules) <= MAX_MODULES, "\n".join(sorted(run.modules))
+    assert len(run.modules) <= max_modules("http"), "\n".join(sorted(run.modules))

@@ -216,7 +216,11 @@ def documents_that_overlap_at_their_own_offsets(engine: InferenceEngine, referen
         system, *chunks, question = prompt_of(3, 1).segments
         placed = [replace(chunk, position_offset=offset) for chunk, offset in zip(chunks, offsets, strict=True)]
         prompt = Prompt((system, *placed, question))
-        layout = engine.arrange(prompt, position_strategy="absolute")
+        try:
+            layout = engine.arrange(prompt, position_strategy="absolute")
+        except InvalidConfig as error:
+            assert "choose 'auto', 'sequential' or 'shared'" in str(error)
+            return
         for count in (0, 4, 99):
             answer = params(repair=f"first({count})" if count else "none")
             if count and refused(engine, Capability.REPAIR, answer):
@@ -330,6 +334,18 @@ CASES: dict[str, Callable[[InferenceEngine, Reference], None]] = {
         a_closed_engine_refuses,
     )
 }
+
+
+_OF_ALL = ("documents_in_any_order", "texts_before_and_between_documents", "repairs")
+
+
+def each_case(settings: Iterable[Any]) -> list[Any]:
+    """The parameters `case, setting`: all cases of the first setting, a few of the others; the rest is slow."""
+    return [
+        pytest.param(case, setting, marks=() if number == 0 or case in _OF_ALL else pytest.mark.slow)
+        for number, setting in enumerate(settings)
+        for case in CASES
+    ]
 
 
 def run_case(name: str, engine: InferenceEngine, reference: Reference) -> None:

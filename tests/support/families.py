@@ -6,10 +6,12 @@ rotations, layers without positions. Weights are scaled so that logits are of or
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -354,6 +356,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, is_refused=True, reason="index"),
 }
+
+
+SPECIMENS = frozenset(
+    "llama nanochat olmo granite smollm3 starcoder2 gemma2 gemma3n phi3 cohere2 glm gpt_oss laguna llama4 "
+    "deepseek_v2 deepseek_v3 gpt2 falcon gptj bloom beam".split()
+)
+"""One model or two of each kind of rotation, mask, score and storage."""
+
+
+def each_family(names: Iterable[str]) -> list[Any]:
+    """The parameters of a test over families; all but specimens are slow."""
+    return [name if name in SPECIMENS else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def configuration(family: str, **changes: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -11,6 +12,13 @@ from typing import Any
 import kvmosaic
 
 _ROOT = f"{Path(kvmosaic.__file__).parent}/"
+_WEIGHT = Path(__file__).parents[2] / "scripts/weight.json"
+
+
+def max_modules(face: str) -> int:
+    """How many modules one cached chat may pass through; the numbers only fall."""
+    allowed: int = json.loads(_WEIGHT.read_text())["modules_of_a_chat"][face]
+    return allowed
 
 
 class ModulesRun:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +13,14 @@ from pathlib import Path
 
 import redis
 
+from support.programs import installed
+
 
 class RedisServer:
     """A real server on a Unix socket and, if asked, a port; nothing of it is kept."""
 
     def __init__(self, folder: Path, *arguments: str, port: int = 0) -> None:
-        program = shutil.which("redis-server")
-        assert program, "these tests need a real redis-server; install the package redis-server (.ci/run does)"
+        program = installed("redis-server", "redis-server")
         self.folder = folder
         self.port = port
         self.socket = folder / "redis.sock"

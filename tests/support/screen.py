@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+
+from support.programs import installed
 
 SECONDS = 60.0
 _REMEMBER_VIOLATIONS = (
@@ -26,16 +25,10 @@ _REMEMBER_VIOLATIONS = (
 
 
 def start_browser() -> webdriver.Chrome:
-    """Chromium and its driver, as installed; without them tests are skipped, in CI they fail."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        message = "chromium and chromium-driver are not installed"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    """Chromium and its driver, as installed."""
+    driver = installed("chromium-driver", "chromedriver")
     options = webdriver.ChromeOptions()
-    options.binary_location = chromium
+    options.binary_location = installed("chromium", "chromium", "chromium-browser", "google-chrome")
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

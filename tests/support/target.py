@@ -14,6 +14,7 @@ from types import TracebackType
 import httpx
 
 from kvmosaic.bench.process import forget_peak, resident_bytes
+from support.cpu_time import waited_seconds
 from support.server import ServeCommand
 
 KEYS = {"hostile": "hostile-key", "honest": "honest-key", "admin": "admin-key"}
@@ -26,11 +27,7 @@ _NUM_MEASURED = 15
 
 @dataclass
 class Costs:
-    """What others saw while an attack ran, in seconds.
-
-    Waiting counts by the clock or by what the server computed meanwhile, whichever is less: a machine that is busy with
-    something else makes nobody wait for an attacker.
-    """
+    """What others saw while an attack ran, in seconds; see `waited_seconds`."""
 
     memory_mb: float = 0.0
     chats: list[float] = field(default_factory=list)
@@ -54,7 +51,7 @@ class Target:
         self.url = self._command.url
         for _ in range(3):  # whatever is computed once for all
             self.ask()
-        self.usual_chat = min(self._timed(self.ask) for _ in range(3))
+        self.usual_chat = min(self.timed(self.ask) for _ in range(3))
         return self
 
     def __exit__(
@@ -96,7 +93,7 @@ class Target:
             try:
                 while not done.is_set():
                     function, seen = (self.ask, costs.chats) if what == "chat" else (self.probe, costs.probes)
-                    seen.append(self._timed(function))
+                    seen.append(self.timed(function))
                     done.wait(pause)
             except BaseException as failure:
                 failures.append(failure)
@@ -116,11 +113,9 @@ class Target:
             raise failures[0]
         costs.memory_mb = self.memory_mb(peak=True) - memory
 
-    def _timed(self, function: Callable[[], object]) -> float:
-        clock = (~self._command.process.pid << 3) | 2  # Linux: all threads of a process, in nanoseconds
-        begin, cpu = time.monotonic(), time.clock_gettime(clock)
-        function()
-        return min(time.monotonic() - begin, time.clock_gettime(clock) - cpu)
+    def timed(self, function: Callable[[], object]) -> float:
+        """Seconds that a call waits for the server."""
+        return waited_seconds(function, self._command.process.pid)
 
 
 def slowness() -> float:

@@ -186,12 +186,12 @@ def test_a_forked_process_ends_at_once_and_leaves_the_tiers_alone() -> None:
     tiered_store: TieredStore[bytes] = TieredStore([tier], max_pending_bytes=100)
     for key in KEYS:
         store(tiered_store, key)
-    script_is_child = os.fork() == 0
-    if script_is_child:
+    child = os.fork()
+    if child == 0:
         begin = time.monotonic()
         tiered_store._close_at_exit()
         os._exit(0 if time.monotonic() - begin < PUT_SECONDS / 2 and not tier.is_closed else 1)
-    _, status = os.wait()
+    _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert tiered_store.flush(60)
     tiered_store.close()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.examples import examples
 from support.tiers import TroubledTier
 
 from kvmosaic.cache import Key
@@ -108,7 +109,7 @@ class AgainstTwin(RuleBasedStateMachine):
 
 
 TestAgainstTwin = AgainstTwin.TestCase
-TestAgainstTwin.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstTwin.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_breaker_is_a_tier_and_hands_every_question_on() -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.programs import installed
 from support.redis import RedisServer, Wire
+from support.server import wait_until
 from tiers.conformance import KEYS, entry_of, is_marked, marked
 
 from kvmosaic.cache import Key
@@ -120,9 +122,8 @@ def test_a_writer_that_dies_holds_its_room_for_a_while_only(
         assert not list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("has_connection", [True, False])
-def test_a_hung_server_costs_less_than_200_ms_and_is_used_again_when_it_goes_on(
+def test_a_hung_server_costs_one_pause_and_is_used_again_when_it_goes_on(
     server: RedisServer, has_connection: bool
 ) -> None:
     tier = open_hasty_tier(server)
@@ -141,7 +142,7 @@ def test_a_hung_server_costs_less_than_200_ms_and_is_used_again_when_it_goes_on(
         start = time.monotonic()
         with pytest.raises(TierUnavailable, match="does not answer"):
             call()
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 15, "not the deadline"
     server.go_on()
     assert tier.get_many(KEYS, Deadline(10)) == entries
 
@@ -157,7 +158,6 @@ class open_tier_closing:  # noqa: N801
         self.tier.close()
 
 
-@pytest.mark.alone
 def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wire: Wire) -> None:
     tier = open_tier(wire)
     tier.put_many({KEY: entry_of(KEY, 2 * MIB)}, Deadline(10))
@@ -165,26 +165,24 @@ def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wi
     reader = open_hasty_tier(wire)
     start = time.monotonic()
     with pytest.raises(TierUnavailable, match="does not answer"):
-        reader.get_many([KEY], Deadline(10))
-    assert time.monotonic() - start < 0.4
+        reader.get_many([KEY], Deadline(60))
+    assert time.monotonic() - start < 30, "not the deadline"
 
 
-@pytest.mark.alone
 def test_a_server_that_drips_is_ended_by_the_deadline_and_opens_the_breaker(wire: Wire) -> None:
     tier = open_tier(wire)
     tier.put_many({KEY: entry_of(KEY, 200_000), KEYS[1]: b"short"}, Deadline(10))
     breaker = Breaker(open_hasty_tier(wire), in_background=False)
-    wire.piece, wire.delay = 1000, 0.01
+    wire.piece, wire.delay = 100, 0.01
     start = time.monotonic()
     found = breaker.get_many([KEYS[1], KEY], Deadline(0.18))  # it is never silent for long
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < 15, "all would take 20 s"
     assert KEY not in found
     assert breaker.is_open
     wire.piece, wire.delay = 2**16, 0.0
     assert open_tier(wire).get_many([KEY], Deadline(10)) == {KEY: entry_of(KEY, 200_000)}
 
 
-@pytest.mark.alone
 def test_a_place_where_nobody_answers_costs_the_connect_timeout() -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
@@ -196,14 +194,13 @@ def test_a_place_where_nobody_answers_costs_the_connect_timeout() -> None:
         tier = RedisTier.from_url(f"redis://127.0.0.1:{full.getsockname()[1]}")
         start = time.monotonic()
         with pytest.raises(TierUnavailable, match="does not answer"):
-            tier.get_many([KEY], Deadline(10))
-        assert time.monotonic() - start < 0.2
+            tier.get_many([KEY], Deadline(60))
+        assert time.monotonic() - start < 30, "not the deadline"
         for other in others:
             other.close()
 
 
-@pytest.mark.alone
-def test_behind_a_breaker_a_hung_server_is_free_and_back_within_five_seconds(server: RedisServer) -> None:
+def test_behind_a_breaker_a_hung_server_is_free_and_comes_back(server: RedisServer) -> None:
     breaker = Breaker(open_hasty_tier(server))
     breaker.put_many({KEY: b"entry"}, Deadline(5))
     server.hang()
@@ -213,12 +210,9 @@ def test_behind_a_breaker_a_hung_server_is_free_and_back_within_five_seconds(ser
     for _ in range(1000):
         with pytest.raises(TierUnavailable):
             breaker.get_many([KEY], Deadline(5))
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 30, "a pause of each would be a hundred seconds"
     server.go_on()
-    end = time.monotonic() + 5
-    while breaker.is_open:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not breaker.is_open)
     assert breaker.get_many([KEY], Deadline(5)) == {KEY: b"entry"}
     breaker.close()
 
@@ -488,7 +482,7 @@ def test_tls_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     new = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost".split()
     new += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *new], check=True, capture_output=True)
+    subprocess.run([installed("openssl", "openssl"), *new], check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]

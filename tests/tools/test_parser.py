@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
+from support.examples import examples
 from support.tool_families import TOOL_FAMILIES, tool
 
 from kvmosaic.tools import (
@@ -221,7 +222,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(pieces=st.lists(PIECES, max_size=30), sizes=st.integers(1, 9))
 def test_no_text_breaks_a_parser_and_cuts_change_nothing(name: str, pieces: list[str], sizes: int) -> None:
     text = "".join(pieces)

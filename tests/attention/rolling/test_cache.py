@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic import BlockKVCache
 
@@ -98,7 +99,7 @@ def caches(draw: st.DrawFn, ordered: bool | None = None) -> BlockKVCache:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     caches(),
     st.lists(st.sampled_from(["next", "next", "next", "again", "twice", "reset", "reset inside"]), max_size=25),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic import BlockKVCache, KVPiece, composed_attention
 from kvmosaic.attention import sink_distance
@@ -19,7 +20,7 @@ def at(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return rotate(x, ROTATION.tables(positions, dtype=x.dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sink_size=st.integers(1, 5),
     window_size=st.integers(1, 12),

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 
 from kvmosaic.attention.rolling import cache
 
 
 @pytest.mark.parametrize("rows_per_block", [0, 10**6], ids=["blocks", "memmove"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_shift_equals_a_copy_and_touches_nothing_else(rows_per_block: int, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

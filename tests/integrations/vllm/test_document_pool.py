@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.vllm.asking import Ask, compose, difference, documents
 from vllm.v1.core.block_pool import BlockPool
 
@@ -190,7 +191,7 @@ def test_a_document_above_the_bound_is_not_pooled() -> None:
     assert [each.name for each in cache.documents.in_order()] == [small[-1]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 4)), max_size=60))
 def test_no_sequence_of_calls_breaks_the_pool(calls: list[tuple[int, int, int]]) -> None:
     cache = Cache(num_blocks=25, max_blocks=12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.vllm.asking import compose, difference, documents
 from support.vllm.own import own_answer
 
@@ -12,7 +13,7 @@ LENGTHS = st.one_of(st.integers(1, 100), st.sampled_from([31, 32, 33, 63, 64, 65
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek"])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     system=st.one_of(st.just(0), LENGTHS),
     chunks=st.lists(LENGTHS, min_size=1, max_size=4),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrations.worker.stand_ins import BLOCKS, HEADS, KEY, SIZE
 from integrations.worker.test_mover import Share
+from support.examples import examples
 
 from kvmosaic.integrations.vllm.document_reads import VARIABLE
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
@@ -76,7 +77,7 @@ def read(reader, share, rows, query, key, value):
     return torch.stack(outputs)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     data=st.data(),
     kind=st.sampled_from(KINDS),

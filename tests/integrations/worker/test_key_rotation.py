@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from integrations.worker.stand_ins import KEY, Rotary
+from support.examples import examples
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable, PromptTooLong
@@ -24,7 +25,7 @@ def turned(rotation: KeyRotation, keys: torch.Tensor, moves: list[tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", list(EXACT))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     moves=POSITIONS,
     is_neox=st.booleans(),
@@ -56,7 +57,7 @@ def test_a_turned_key_is_the_one_the_model_computes_at_the_new_position(
     assert torch.allclose(turned(rotation, model(0), moves), model(1), rtol=0, atol=EXACT[dtype] * scale * 4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(moves=POSITIONS, seed=st.integers(0, 99))
 def test_a_rounded_table_is_undone_by_what_it_is_and_not_by_what_it_should_be(
     moves: list[tuple[int, int]], seed: int

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -199,13 +199,13 @@ def test_all_viewers_together_look_at_the_engine_once_per_interval(
     monkeypatch.setattr(server.services.engine, "call", counting)
 
     async def look() -> None:
-        feed = feed_of(server, seconds=PAUSE)
+        feed, began = feed_of(server, seconds=PAUSE), time.monotonic()
         for _ in range(3):  # coming and going does not make more looks either
             async with viewer(feed) as one, viewer(feed) as two, viewer(feed) as three:
                 for next_of in (one, two, three):
                     await next_of("state")
                     await next_of("blocks")
-        assert all(later - earlier >= 0.9 * PAUSE for earlier, later in pairwise(calls))
+        assert len(calls) <= (calls[-1] - began) / PAUSE + 1, "a late look does not make the next one late"
         await asyncio.sleep(2 * PAUSE)
         num_calls = len(calls)
         await asyncio.sleep(3 * PAUSE)
@@ -215,16 +215,14 @@ def test_all_viewers_together_look_at_the_engine_once_per_interval(
     server.call(look)
 
 
-@pytest.mark.alone
 def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) -> None:
     async def look() -> None:
         feed = feed_of(server, seconds=PAUSE)
-        busy = asyncio.create_task(server.services.engine.call(lambda engine: time.sleep(6 * PAUSE)))
+        is_over = threading.Event()
+        busy = asyncio.create_task(server.services.engine.call(lambda engine: is_over.wait(60)))
         await asyncio.sleep(PAUSE / 2)
-        started = time.monotonic()
         async with viewer(feed) as next_of:
             state = await next_of("state")
-            assert time.monotonic() - started < 4 * PAUSE, "the first event has waited for the engine"
             last = server.services.engine.figures
             for statistics in (state["statistics"], await next_of("statistics")):
                 assert statistics["chunks"]["lookups"] == last.caches.lookups
@@ -233,6 +231,8 @@ def test_a_busy_engine_is_waited_for_and_not_asked_twice(server: RunningServer) 
                     last.caches.request_used_blocks,
                 ]
             assert server.services.engine.num_waiting <= 1
+            assert not busy.done(), "nothing has waited for the engine"
+            is_over.set()
             assert await next_of("blocks")
         await busy
 

@@ -289,7 +289,6 @@ def test_lines_are_cut_at_any_piece() -> None:
         assert buffer.take() == [(1, b'{"a": 1}'), (3, None), (4, b"last")]
 
 
-@pytest.mark.alone
 def test_ten_thousand_documents_take_little_time_and_compute_nothing() -> None:
     text = "The ferry leaves at noon and comes back before the evening. " * 34
     lines = lines_of(*({"id": f"ferry/{number}", "text": f"{number} {text}"[:2_000]} for number in range(10_000)))

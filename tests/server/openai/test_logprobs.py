@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from support.tokenizers import make_tokenizer
 
 from kvmosaic.sampling import Logprob, decode_all
@@ -18,7 +19,7 @@ def decoded(token_id):
     return decode_all(BYTE_LEVEL, [token_id], skip_special_tokens=False)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.text(max_size=12))
 def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text):
     token_bytes = TokenBytes(BYTE_LEVEL)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.asking import DOCUMENTS, MESSAGES, post, refused
+from support.examples import examples
 from support.nasty import nasty_texts
 
 NASTY = [
@@ -66,7 +67,7 @@ def control_ids(server, segments):
     return [[token for token in segment["tokens"] if token in special] for segment in segments]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_text_changes_a_segment_or_a_role(http, server, data):
     texts = st.one_of(
