@@ -3,6 +3,7 @@
 # make test    the fast tests: before every commit, ten minutes at most on two cores
 # make test-slow  the slow ones, and more examples of Hypothesis; SLOW=FILES runs those of some files
 # make test-all   every test there is, but those over a llama.cpp that is compiled here
+# make test-newest, test-oldest  the fast tests with the newest versions of all packages, and with the lowest that are allowed
 # make test-portable  once more what depends on the CPU's instructions: held to AVX2, and with our kernels in plain C
 # make mutants plants faults, one at a time: what all tests find, the fast ones must find, too (an hour; weekly)
 # make times   measures all tests; over half a second of processor time a test is slow (tests/times.txt)
@@ -66,7 +67,7 @@ VLLM_SHORT := $(addprefix tests/integrations/vllm/test_,composing.py conformance
 	in_place_backends.py front.py releases.py)
 
 .PHONY: serve demo load soak prepare test test-slow test-all test-portable test-real test-llama test-vllm \
-	test-vllm-portable mutants times check format clean
+	test-vllm-portable test-newest test-oldest mutants times check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -85,6 +86,10 @@ test-slow: $(VENV)/.installed-dev
 	$(PYTEST) --hypothesis-profile=full -m "$(SLOWER)" $(SLOW)
 
 test-all: test test-slow test-portable test-real test-vllm test-vllm-portable
+
+# torch stays: the package index has one version for CPUs, and others bring gigabytes of GPU libraries
+test-newest test-oldest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(FAST)"
 
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python scripts/mutants.py
@@ -156,6 +161,14 @@ $(VENV)/.installed-server: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+.venv-newest/.installed .venv-oldest/.installed: .venv-%/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the $* versions into .venv-$* (a minute or two)"
+	$(PYTHON) -m venv .venv-$*
+	torch=$$(grep -E '^torch==' constraints.txt) && if [ $* = newest ]; then echo "$$torch"; else \
+		$(BIN)/python scripts/lowest_versions.py "$$torch"; fi >.venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt -e '.[test]'
 	@touch $@
 
 # guidellm asks for versions that do not fit ours, so only the largest of our packages are held where they are

@@ -9,6 +9,7 @@ from support.examples import examples
 
 from kvmosaic.attention import Call, Piece, RowGroup, merge_partials, plan_reads
 from kvmosaic.layers import MaskSpec
+from kvmosaic.layout import Visibility
 
 CPU = torch.device("cpu")
 
@@ -92,6 +93,20 @@ def test_a_single_sequence_needs_no_stacking_and_no_merging():
     plan = plan_reads([RowGroup(0, 1, 9, (Piece("request", 0, 10, 0),), True)], MaskSpec(), CPU)
     assert plan.is_single and not plan.is_moved and len(plan.calls) == 1
     assert plan_reads([RowGroup(0, 7, 0, ())], MaskSpec(), CPU).is_single
+
+
+def test_repaired_rows_read_up_to_their_ends_and_nothing_hidden():
+    seen = Visibility(hidden=(1, 3), ends=(0, 2, 5))
+    group = RowGroup(0, 3, 40, (Piece("chunk_cache", 8, 6, 10, 10, visibility=seen),))
+    plan = plan_reads([group], MaskSpec(), CPU)
+    slots = [[slot for pool, slot, _ in shown_by(plan, row) if pool == "chunk_cache"] for row in range(3)]
+    assert slots == [[], [8], [10, 12, 8]], "in the order of their texts"
+
+
+def test_a_row_that_sees_nothing_is_zero():
+    nothing = torch.full((1, 2), -torch.inf, dtype=torch.float64)
+    merged, total = merge_partials(torch.zeros(1, 2, 5, dtype=torch.float64), nothing, torch.tensor([0]), 1)
+    assert torch.equal(merged, torch.zeros_like(merged)) and torch.equal(total, nothing)
 
 
 @settings(max_examples=examples(40))

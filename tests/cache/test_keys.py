@@ -16,8 +16,10 @@ ALGORITHMS = ["sha256", "xxh3_128"]
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
 
-def identity(fingerprint="model", salt="", start=0, seen=(), token_ids=(1, 2, 3), algorithm="sha256", tenant=""):
-    chain = KeyChain(fingerprint, salt, algorithm, tenant=tenant)
+def identity(
+    fingerprint="model", salt="", start=0, seen=(), token_ids=(1, 2, 3), algorithm="sha256", tenant="", adapter=""
+):
+    chain = KeyChain(fingerprint, salt, algorithm, tenant=tenant, adapter=adapter)
     return chain.run(chain.root(start, seen), token_ids)
 
 
@@ -30,6 +32,8 @@ def test_the_same_identity_has_the_same_key_and_any_difference_another_one(algor
         {"salt": "tenant"},
         {"tenant": "tenant"},
         {"tenant": "tenant", "salt": "tenant"},
+        {"adapter": "tenant"},
+        {"adapter": "other"},
         {"start": 1},
         {"start": -1},
         {"token_ids": (1, 2)},
@@ -47,6 +51,13 @@ def test_the_same_identity_has_the_same_key_and_any_difference_another_one(algor
     keys = [identity(**variant, algorithm=algorithm) for variant in variants]
     assert len(set(keys)) == len(keys)
     assert keys == [identity(**variant, algorithm=algorithm) for variant in variants]
+
+
+def test_what_is_seen_in_part_has_a_key_by_its_numbers():
+    chain = KeyChain("model")
+    root = chain.root(0)
+    parts = [(), ((),), ((1,),), ((2,),), ((1, 2),), ((1,), (2,)), ((), (1,)), ((1,), ()), ((0.5,),)]
+    assert len({root, *(chain.part_of(root, *numbers) for numbers in parts)}) == len(parts) + 1
 
 
 def test_moving_the_border_between_fingerprint_and_salt_changes_the_key():

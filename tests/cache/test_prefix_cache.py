@@ -1,5 +1,5 @@
 import pytest
-from cache.world import Clock
+from cache.world import Clock, make_kv_cache, plain
 
 from kvmosaic.cache import BlockPool, KeyChain, PrefixCache
 from kvmosaic.cache.keys import encode_tokens
@@ -192,3 +192,13 @@ def test_a_tail_leaves_when_a_block_goes_on_with_it_unless_somebody_uses_it():
     chain.cache.release([a, used])
     chain.cache.check_invariants()
     assert chain.cache.num_evictions == 0
+
+
+def test_a_tail_that_is_released_before_its_step_is_written_is_not_found():
+    kv_cache = make_kv_cache(block_size=4)
+    allocation = kv_cache.allocate(kv_cache.plan(plain(range(6))))
+    kv_cache.begin_step()
+    kv_cache.advance(allocation, 0, 6)
+    kv_cache.release(allocation)
+    kv_cache.end_step()
+    assert kv_cache.plan(plain([*range(6), 9])).spans[0].num_reused == 4

@@ -117,6 +117,20 @@ def test_who_waits_for_a_document_of_a_request_that_fails_computes_it(open_engin
     assert isinstance(again.error, EngineError), "none of its tokens was found in the cache"
 
 
+def test_first_tokens_that_a_request_was_to_compute_are_computed_again_when_it_fails(own_model: LoadedModel) -> None:
+    """The same step reads them: a document that begins alike takes them over, and is complete."""
+    engine = poisoned(build_engine(own_model, max_batched_tokens=12))
+    guilty = engine.add_request(Prompt.from_tokens(SYSTEM, [DOCUMENTS[0], [*DOCUMENTS[1], POISON]], (2,)), params())
+    others = [engine.add_request(prompt_of(*numbers, question=(2,)), params()) for numbers in ((0,), (0, 1))]
+    finish(engine)
+    assert guilty.error is not None
+    for request, numbers in zip(others, ((0,), (0, 1)), strict=True):
+        fresh = build_engine(own_model)
+        expected = fresh.add_request(prompt_of(*numbers, question=(2,)), params())
+        finish(fresh)
+        assert tokens(request) == tokens(expected)
+
+
 @pytest.mark.parametrize("repair", ["query(0.5)", "combined(0.5)"])
 def test_attention_that_a_failed_forward_has_measured_does_not_count_twice(own_model: LoadedModel, repair: str) -> None:
     def ask(engine: Engine) -> Request:

@@ -27,6 +27,13 @@ def test_cached_tables_are_those_of_the_rotation(asked: list[tuple[Rotation, lis
         assert len(cache) <= 3
 
 
+def test_the_same_distances_in_another_order_have_tables_of_their_own() -> None:
+    cache = TableCache()
+    for numbers in ([3, 7], [7, 3]):
+        got = cache.tables(HALF, torch.tensor(numbers), dtype=torch.float64, device=CPU)
+        assert torch.equal(got.sin, HALF.tables(torch.tensor(numbers), dtype=torch.float64).sin)
+
+
 def test_a_table_that_is_asked_for_again_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TableCache()
     first = cache.tables(HALF, torch.tensor([0, 5]), dtype=torch.float32, device=CPU)
