@@ -48,7 +48,7 @@ Found = dict[tuple[str, str], Taken]
 
 
 def measured(options: Sequence[str], tests: Iterable[str]) -> Found:
-    """What tests take. Those that seem slow are run again, in the opposite order: others are slow once only."""
+    """What tests take. Tests that seem slow are run again, in the opposite order: some are slow only once."""
     found = _run(options, tests)
     doubtful = [f"{file}::{case}" for (file, case), taken in found.items() if LIMIT < taken.seconds < _MOST_DOUBTED]
     again = _run(options, reversed(doubtful)) if doubtful else {}
