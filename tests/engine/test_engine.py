@@ -257,6 +257,16 @@ def test_a_request_that_cannot_be_planned_ends_and_lets_the_next_one_run(monkeyp
     assert_only_the_cache_holds_blocks(engine)
 
 
+def test_a_miss_says_why():
+    engine = build_engine(llama(), blocks=(128, 6))
+    first, system = answer(engine, ask(0))[0], list(range(40, 46))
+    other = answer(engine, Prompt.from_tokens(system, [DOCUMENTS[0]], [5]))[0]
+    answer(engine, ask(1))
+    again = answer(engine, ask(0))[0]
+    misses = [request.reuse.segments[1].miss for request in (first, other, again)]
+    assert misses == ["never_seen", "other_system_text", "evicted"]
+
+
 def test_a_warm_up_computes_chunks_without_an_answer():
     engine = build_engine(llama())
     warm = engine.add_warm_up(ask(0, 1))

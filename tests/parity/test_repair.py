@@ -49,6 +49,24 @@ def check_repair(model, prompt, repair, strategy, context, block_size, budget, f
     torch.testing.assert_close(logits.to(expected.dtype), expected, atol=tolerance_of(expected, model.dtype), rtol=0)
 
 
+class EveryOther:
+    """Leaves a cached token between any two repaired ones."""
+
+    signals: frozenset[str] = frozenset()
+
+    def choose(self, chunks):
+        return [range(1, chunk.num_open, 2) for chunk in chunks]
+
+    def __str__(self):
+        return "every other"
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_repaired_tokens_of_a_scattered_document_see_what_is_before_them(strategy):
+    prompt = Prompt.from_tokens([5, 6, 7], [list(range(20, 34)), list(range(40, 61))], [3, 4])
+    check_repair(loaded("llama"), prompt, EveryOther(), strategy, "system", 2, 64, True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=15)
 @given(prompt=prompts(), repair=st.sampled_from(POLICIES), **settings_of_a_run)
