@@ -60,6 +60,8 @@ class EngineCore:
         self._offloader = offloader
         self._oversized = oversized
         self._clock = clock
+        self._blamed: set[Request] = set()
+        """The requests of a forward in which every one fails."""
 
     def step(self) -> list[Request]:
         """Runs one forward; returns the requests with new output."""
@@ -184,8 +186,8 @@ class EngineCore:
         Raises:
             Exception: `error`, if there is one request only, or all fail, as on a device that is gone.
         """
-        requests = {work.sequence.request for work in step.works}
-        if len(requests) == 1:
+        self._blamed = {work.sequence.request for work in step.works}
+        if len(self._blamed) == 1:
             raise error
         failed: dict[Request, Exception] = {}
         logits: dict[int, torch.Tensor] = {}
@@ -202,12 +204,16 @@ class EngineCore:
             else:
                 parts = torch.split(rows, [work.num_logits for work in works])
                 logits.update(zip(map(id, works), parts, strict=True))
-        if len(failed) == len(requests):
+        if len(failed) == len(self._blamed):
             raise error
+        self._blamed = set()
         for request, cause in failed.items():
             logger.error("a forward failed with one request alone, which ends", exc_info=cause)
             self._fail(request, _public(cause, "the forward of this request failed"), news)
-        self._restart(step)
+        for sequence in dict.fromkeys(work.sequence for work in step.works if work.sequence.request.is_measuring):
+            if sequence.allocation is not None and not sequence.is_stale:
+                self._scheduler.preempt(sequence)
+        self._restart_stale()
         step.works = [work for work in step.works if work.sequence.allocation is not None and id(work) in logits]
         return torch.cat([logits[id(work)] for work in step.works]) if step.works else torch.empty(0)
 
@@ -217,11 +223,8 @@ class EngineCore:
             if sequence.allocation is not None:
                 self._kv_cache.rollback_step(sequence.allocation)
 
-    def _restart(self, step: Step) -> None:
-        """Requeues sequences that read what was dropped, and those of a step whose attention is measured."""
-        for sequence in dict.fromkeys(work.sequence for work in step.works if work.sequence.request.is_measuring):
-            if sequence.allocation is not None and not sequence.is_stale:
-                self._scheduler.preempt(sequence)
+    def _restart_stale(self) -> None:
+        """Requeues sequences that read what was dropped."""
         while stale := [sequence for sequence in self._scheduler.running if sequence.is_stale]:
             self._roll_back(stale)  # which may make others stale
             for sequence in stale:
@@ -309,13 +312,24 @@ class EngineCore:
         self.end(request)
 
     def give_up(self, error: BaseException) -> None:
-        """Cleans up after a failed step: nothing it was to compute may be found, and no request holds a block."""
-        self._roll_back(self._scheduler.running)
+        """Cleans up after a failed step: nothing it was to compute may be found.
+
+        The requests of a failed forward end. If something else failed, all end but those that only wait, and after an
+        interrupt these, too.
+        """
+        blamed, self._blamed = self._blamed, set()
+        if not isinstance(error, Exception):
+            blamed = set()
+        running = [sequence for sequence in self._scheduler.running if not blamed or sequence.request in blamed]
+        self._roll_back(running)
         for request in self._requests.unfinished:
+            if blamed and request not in blamed:
+                continue
             if isinstance(error, Exception) and self._only_waits(request):
                 continue
             request.error = _public(error, "a step failed, and with it the requests that took part in it")
             self.end(request)
+        self._restart_stale()
 
     def _only_waits(self, request: Request) -> bool:
         """Whether a request holds no blocks and was not part of the last step."""
