@@ -314,7 +314,7 @@ class EngineCore:
     def give_up(self, error: BaseException) -> None:
         """Cleans up after a failed step: nothing it was to compute may be found.
 
-        The requests of a failed forward end. If something else failed, all end but those that only wait, and after an
+        The requests of a failed forward end. If something else failed, all end but waiting ones, and after an
         interrupt these, too.
         """
         blamed, self._blamed = self._blamed, set()
