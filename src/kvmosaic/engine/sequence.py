@@ -254,7 +254,6 @@ class Sequence:
         """Records a preemption; everything is recomputed (or found cached) later."""
         self.state = SequenceState.WAITING
         self.pending = None
-        self.cached_reads.clear()
         if self.request.repair is not None:
             self.request.repair.forget()
 
