@@ -62,7 +62,6 @@ FAST := not slow and not real
 SLOWER := (slow or hypothesis) and not real
 PORTABLE := $(if $(SHORT),$(FAST),not real)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-REAL_SHORT := tests/real/test_engine.py tests/real/test_parity.py
 VLLM_SHORT := $(addprefix tests/integrations/vllm/test_,composing.py conformance.py promises.py in_place.py \
 	in_place_backends.py front.py releases.py)
 
@@ -83,7 +82,7 @@ test: $(VENV)/.installed-dev
 	$(PYTEST) -m "$(FAST)"
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) --hypothesis-profile=full -m "$(SLOWER)" $(SLOW)
+	@$(PYTEST) --hypothesis-profile=full -m "$(SLOWER)" $(SLOW)
 
 test-all: test test-slow test-portable test-real test-vllm test-vllm-portable
 
@@ -105,8 +104,10 @@ endif
 
 test-real: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/fetch_real_model.py --folder --embedding
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m real $(if $(SHORT),$(REAL_SHORT),tests/real)
-	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real/vllm$(if $(SHORT),/test_plugin.py)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real$(if $(SHORT),/test_parity.py)
+ifndef SHORT
+	$(VLLM_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m real tests/real/vllm
+endif
 
 test-llama: $(LLAMA_VENV)/.installed
 	OMP_WAIT_POLICY=PASSIVE $(LLAMA_VENV)/bin/python -m pytest tests/llama
