@@ -58,8 +58,8 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
-FAST := not slow and not real
-SLOWER := (slow or hypothesis) and not real
+FAST := not slow and not alone and not real
+SLOWER := (slow or hypothesis) and not alone and not real
 PORTABLE := $(if $(SHORT),$(FAST),not real)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 VLLM_SHORT := $(addprefix tests/integrations/vllm/test_,composing.py conformance.py promises.py in_place.py \
@@ -83,6 +83,7 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@$(PYTEST) --hypothesis-profile=full -m "$(SLOWER)" $(SLOW)
+	@$(BIN)/python -m pytest -m alone $(SLOW) || [ $$? -eq 5 ] # 5: none in these files
 
 test-all: test test-slow test-portable test-real test-vllm test-vllm-portable
 

@@ -32,8 +32,8 @@ from rich.progress import Progress
 ROOT = Path(__file__).parents[1]
 FAULTS = ROOT / "tests/mutants.toml"
 RESULTS = ROOT / "runs/mutants.jsonl"
-FAST = ("-m", "not slow and not real")
-SLOW = ("-m", "(slow or hypothesis) and not real", "--hypothesis-profile=full")
+FAST = ("-m", "not slow and not alone and not real")
+SLOW = ("-m", "(slow or hypothesis) and not alone and not real", "--hypothesis-profile=full")
 _HANGS_SECONDS = 900
 """A run that takes so long has found the fault: it hangs."""
 
