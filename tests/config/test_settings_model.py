@@ -42,15 +42,14 @@ OTHER_MEANING = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_every_setting_has_help_in_sentences_and_bounds_if_it_is_a_number(name: str) -> None:
-    each = SETTINGS[name]
-    assert each.help.endswith("."), "write a sentence"
-    assert each.panel
-    if each.kind is int:
-        assert each.low is not None and each.high is not None
-    if each.kind is float:
-        assert each.above is not None and (each.high is None) != (each.below is None)
+def test_every_setting_has_help_in_sentences_and_bounds_if_it_is_a_number() -> None:
+    for name, each in SETTINGS.items():
+        assert each.help.endswith("."), f"{name}: write a sentence"
+        assert each.panel, name
+        if each.kind is int:
+            assert each.low is not None and each.high is not None, name
+        if each.kind is float:
+            assert each.above is not None and (each.high is None) != (each.below is None), name
 
 
 def test_no_two_settings_have_one_name() -> None:

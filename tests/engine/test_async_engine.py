@@ -343,9 +343,9 @@ def test_an_engine_that_fails_again_and_again_refuses_work_until_it_is_well():
 class RunnerWithPoison(RunnerThatFails):
     """A fake of a model that cannot bear one token: fails whenever it is among those of a step."""
 
-    def run(self, spans, copies=()):
+    def run(self, spans):
         self.failing = {self.num_runs} if any(POISON in span.token_ids for span in spans) else ()
-        return super().run(spans, copies)
+        return super().run(spans)
 
 
 def test_a_request_that_always_fails_keeps_the_engine_from_others_for_no_longer_than_a_step(monkeypatch):

@@ -28,12 +28,12 @@ def plain(count: int, seed: int = 1) -> Prompt:
 class CountingRunner(RecordingRunner):
     """Notes the runs, the keys and the farthest position of every step."""
 
-    def run(self, spans, copies=()):  # type: ignore[no-untyped-def]
+    def run(self, spans):  # type: ignore[no-untyped-def]
         self.work, self.steps = getattr(self, "work", []), [*getattr(self, "steps", [])[-50:], spans]
         reads = [read for span in spans for read in span.reads]
         farthest = max(span.position + len(span.token_ids) for span in spans)
         self.work.append((len(reads), sum(read.num_tokens for read in reads), farthest))
-        return super().run(spans, copies)
+        return super().run(spans)
 
 
 def running(engine: Engine) -> Sequence:

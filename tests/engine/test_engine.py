@@ -206,12 +206,12 @@ class FailingRunner(RecordingRunner):
 
     failures = 0
 
-    def run(self, spans, copies=()):
+    def run(self, spans):
         if self.failures:
             self.failures -= 1
-            super().run(spans[:1], copies)
+            super().run(spans[:1])
             raise RuntimeError("the device is gone")
-        return super().run(spans, copies)
+        return super().run(spans)
 
 
 def test_a_failed_forward_leaves_nothing_to_be_found():

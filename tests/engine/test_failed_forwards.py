@@ -51,13 +51,13 @@ def open_engine(request: pytest.FixtureRequest, own_model: LoadedModel) -> Itera
 def poisoned(engine: Engine) -> Engine:
     run = engine.runner.run
 
-    def run_unless_poisoned(spans: Any, copies: Any = ()) -> Any:
+    def run_unless_poisoned(spans: Any) -> Any:
         found = [number for number, span in enumerate(spans) if POISON in span.token_ids]
         if found:
             if found[0]:
-                run(spans[: found[0]], copies)
+                run(spans[: found[0]])
             raise RuntimeError("the model cannot bear this token")
-        return run(spans, copies)
+        return run(spans)
 
     engine.runner.run = run_unless_poisoned  # type: ignore[method-assign]
     return engine

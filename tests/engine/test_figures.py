@@ -31,11 +31,11 @@ class RunnerThatIsHeld(RecordingRunner):
         super().__init__(*args, **options)
         self.holds, self.reached, self.release = False, threading.Event(), threading.Event()
 
-    def run(self, spans, copies=()):
+    def run(self, spans):
         if self.holds:
             self.reached.set()
             assert self.release.wait(60)
-        return super().run(spans, copies)
+        return super().run(spans)
 
 
 def test_a_long_step_leaves_the_figures_as_of_the_last_one():

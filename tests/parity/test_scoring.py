@@ -33,8 +33,8 @@ class Forcing(RecordingRunner):
 
     forced: list[int]
 
-    def run(self, spans, copies=()):
-        logits = super().run(spans, copies)
+    def run(self, spans):
+        logits = super().run(spans)
         if not len(logits):
             return logits
         only = torch.full_like(logits, -1e9)

@@ -20,7 +20,7 @@ from support.families import build
 class IdleRunner(Runner):
     """A runner that computes nothing: every token is the first of the vocabulary."""
 
-    def run(self, spans: Any, copies: Any = ()) -> torch.Tensor:
+    def run(self, spans: Any) -> torch.Tensor:
         return torch.zeros(sum(rows.num_logits for rows in spans), self.model.vocab_size)
 
 
@@ -48,10 +48,10 @@ class World:
         world = self
 
         class TickingRunner(IdleRunner):
-            def run(self, spans: Any, copies: Any = ()) -> torch.Tensor:
+            def run(self, spans: Any) -> torch.Tensor:
                 seconds, each = costs or (1.0, 0.0)
                 world.now += seconds + each * sum(len(rows.token_ids) for rows in spans)
-                return super().run(spans, copies)
+                return super().run(spans)
 
         names = ("max_running", "max_batched_tokens")
         self.engine: Engine = build_engine(

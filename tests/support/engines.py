@@ -32,8 +32,8 @@ class RecordingRunner(Runner):
         super().__init__(*args, **options)
         self.logits: list[Tensor] = []
 
-    def run(self, spans: Any, copies: Any = ()) -> Tensor:
-        logits = super().run(spans, copies)
+    def run(self, spans: Any) -> Tensor:
+        logits = super().run(spans)
         self.logits.append(logits)
         return logits
 

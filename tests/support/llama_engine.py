@@ -28,8 +28,8 @@ class RecordingLlamaRunner(LlamaRunner):
         super().__init__(*args, **options)
         self.logits: list[Tensor] = []
 
-    def run(self, spans: Any, copies: Any = ()) -> Tensor:
-        logits = super().run(spans, copies)
+    def run(self, spans: Any) -> Tensor:
+        logits = super().run(spans)
         self.check_invariants()
         self.logits.append(logits.clone())
         return logits

@@ -121,7 +121,6 @@ class RunningServer:
         )
         self.services: Services = build_services(settings, self.llm, span_exporter=self._span_exporter)
         self.app = build_app(self.services)
-        self.app.openapi()
         config = uvicorn.Config(
             self.app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off", timeout_graceful_shutdown=2
         )

@@ -54,11 +54,7 @@ def composed_rows(layout: Layout, continuations: Sequence[Sequence[int]]) -> Pac
 
     last = layout.last
     seen = [add(view.span, view.distance) for view in last.views]
-    documents = [
-        rows_of
-        for view, rows_of in zip(last.views, seen, strict=True)
-        if layout.spans[view.span].segment.kind == "chunk"
-    ]
+    documents = [rows_of for view, rows_of in zip(last.views, seen, strict=True) if layout.spans[view.span].is_chunk]
     return rows.packed([rows.add(each, last.start, seen) for each in continuations], documents)
 
 

@@ -22,7 +22,6 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import check_priority, choose
 from kvmosaic.layout import Layout
-from kvmosaic.prompt import SegmentKind
 
 
 class KVCache(TenantChunks):
@@ -144,7 +143,7 @@ class KVCache(TenantChunks):
 
     def num_too_large(self, layout: Layout, salt: str = "", tenant: str = "") -> int | None:
         """Blocks of the chunks of a prompt, if they could never be in the cache together; None if they could."""
-        chunks = [span for span in layout.spans if span.segment.kind is SegmentKind.CHUNK]
+        chunks = [span for span in layout.spans if span.is_chunk]
         sizes = [self.chunk_pool.blocks_for(span.num_tokens) for span in chunks]
         if self._capacity.fits_surely(tenant, len(sizes), sum(sizes)):
             return None

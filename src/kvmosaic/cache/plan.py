@@ -218,8 +218,7 @@ class CacheLookup:
             self._chunks.pool.block_size,
         )
         for index, span in enumerate(layout.spans):
-            is_chunk = span.segment.kind is SegmentKind.CHUNK
-            draft.spans.append(self._plan_chunk(draft, index) if is_chunk else self._plan_prefix(draft, index))
+            draft.spans.append(self._plan_chunk(draft, index) if span.is_chunk else self._plan_prefix(draft, index))
         return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
 
     def revalidate(self, plan: Plan, loaded: Collection[Key] = ()) -> list[CacheHit] | None:

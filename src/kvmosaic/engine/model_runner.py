@@ -148,7 +148,7 @@ class StepRunner(Protocol):
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks of the request pool, in order."""
 
-    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Tensor:
         """Computes and stores the keys and values of rows; returns [R, V] logits, in order, until the next run."""
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from kvmosaic.engine.shares import HYSTERESIS, Shares
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.errors import OutOfBlocks, QuotaInUse
-from kvmosaic.prompt import SegmentKind
 
 FINITE_SLICES = 10
 """Time slices of an answer that is sure to end: finishing it is cheaper than recomputing it."""
@@ -240,7 +239,7 @@ class Preemption:
     def _blocks_wanted(self, waiting: Sequence, pool: str) -> int:
         """Blocks of a pool that a sequence holds once it is allocated."""
         of_chunks = pool != self._kv_cache.request_pool.name
-        spans = (span for span in waiting.layout.spans if (span.segment.kind is SegmentKind.CHUNK) == of_chunks)
+        spans = (span for span in waiting.layout.spans if span.is_chunk == of_chunks)
         return sum(self._kv_cache.request_pool.blocks_for(span.num_tokens) for span in spans)
 
     def _makes_room(

@@ -10,7 +10,7 @@ from kvmosaic.engine.priorities import sort_key_of
 from kvmosaic.engine.request_repair import RequestRepair
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.layout import Layout, RollingWindow
-from kvmosaic.prompt import Prompt, SegmentKind
+from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import (
     Answer,
     Grammar,
@@ -109,7 +109,7 @@ class Request:
     @property
     def is_warm_up(self) -> bool:
         """Whether chunks are only prefilled, without a question."""
-        return self.layout.last.segment.kind is SegmentKind.CHUNK and self.repair is None
+        return self.layout.last.is_chunk and self.repair is None
 
     @property
     def is_measuring(self) -> bool:

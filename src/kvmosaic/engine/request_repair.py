@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
-from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, Span, exact_spans, repaired
-from kvmosaic.prompt import SegmentKind
+from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
 from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
 from kvmosaic.sampling import RepairUse
 
@@ -56,7 +55,7 @@ class RequestRepair:
     def __post_init__(self) -> None:
         self.name, self.signals = str(self.policy), frozenset(self.policy.signals)
         spans, exact = self.layout.spans, exact_spans(self.layout)
-        self.chunks = [index for index, span in enumerate(spans) if _is_chunk(span)]
+        self.chunks = [index for index, span in enumerate(spans) if span.is_chunk]
         self.open_chunks = [index for index in self.chunks if index not in exact]
 
     @property
@@ -175,7 +174,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_w
     Raises:
         InvalidRepair: the policy does not fit the model or the request.
     """
-    if isinstance(policy, NoRepair) or not any(map(_is_chunk, layout.spans)):
+    if isinstance(policy, NoRepair) or not any(span.is_chunk for span in layout.spans):
         return None
     if reason := why_not_repaired(policy, layout, model, has_window=has_window):
         raise InvalidRepair(reason)
@@ -191,7 +190,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *
             f"repair={policy} keeps some tokens of documents apart, and window_tokens moves documents along with the "
             "text; use repair='none' or 'full', or leave window_tokens out"
         )
-    num_chunks = sum(map(_is_chunk, layout.spans))
+    num_chunks = sum(span.is_chunk for span in layout.spans)
     if num_chunks > MAX_REPAIRED_DOCUMENTS and not isinstance(policy, Temperature):
         return (
             f"repair={policy} looks at every document from each of the others, and this prompt has {num_chunks:,}; at "
@@ -204,7 +203,7 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *
             "'full', or position_strategy='absolute'"
         )
     if layout.rules.takes_offsets and not isinstance(policy, Temperature):
-        first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if _is_chunk(span)), (0,))
+        first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if span.is_chunk), (0,))
         if reason := model.why_unreadable(repaired(layout, first_tokens)):
             return f"repair={policy}: {reason}"
     return _unsuited(policy, model)
@@ -233,10 +232,6 @@ def _unsuited(policy: RepairPolicy, model: EngineModel) -> str:
             "use 'first(k)' or 'query(fraction)'"
         )
     return ""
-
-
-def _is_chunk(span: Span) -> bool:
-    return span.segment.kind is SegmentKind.CHUNK
 
 
 def _weight_of(policy: RepairPolicy) -> SoftmaxWeight:

@@ -33,7 +33,7 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
 
 def pool_of(span: Span) -> PoolName:
     """The pool that holds a span's tokens."""
-    return "chunk_cache" if span.segment.kind is SegmentKind.CHUNK else "request"
+    return "chunk_cache" if span.is_chunk else "request"
 
 
 def run_reads(span: Span, table: BlockTable, distance: int, num_tokens: int) -> tuple[Piece, ...]:

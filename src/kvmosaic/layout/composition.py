@@ -15,7 +15,7 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
         max_positions: positions that the model was trained for, or that are allowed; a longer prompt is named.
         is_auto: whether the length of the prompt decided on the strategy.
     """
-    if not any(span.segment.kind == "chunk" for span in layout.spans):
+    if not any(span.is_chunk for span in layout.spans):
         return "exact"
     apart = "documents do not see each other"
     if (index := layout.repair) is not None:

@@ -45,7 +45,7 @@ def repair_positions(layout: Layout) -> dict[int, int]:
     if layout.rules.overlaps:
         cursor = None
         for index in positions:
-            if _is_chunk(layout, index) or (cursor is not None and layout.spans[index].is_text):
+            if layout.spans[index].is_chunk or (cursor is not None and layout.spans[index].is_text):
                 positions[index] = positions[index] if cursor is None else cursor
                 cursor = positions[index] + layout.spans[index].num_tokens
     return positions
@@ -65,7 +65,9 @@ def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: Softma
     views = [
         replace(
             view,
-            visibility=_visibility(hidden.get(view.span, ()), weight if _is_chunk(layout, view.span) else UNWEIGHTED),
+            visibility=_visibility(
+                hidden.get(view.span, ()), weight if layout.spans[view.span].is_chunk else UNWEIGHTED
+            ),
         )
         for view in question.views
     ]
@@ -117,10 +119,6 @@ def _visibility(
 ) -> Visibility | None:
     changed = Visibility(hidden, ends, weight)
     return None if changed == Visibility() else changed
-
-
-def _is_chunk(layout: Layout, index: int) -> bool:
-    return layout.spans[index].segment.kind is SegmentKind.CHUNK
 
 
 def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], from_repair: Mapping[int, int]) -> Span:

@@ -69,6 +69,11 @@ class Span:
     """Repaired tokens only: the index of the first token of each chunk's part."""
 
     @property
+    def is_chunk(self) -> bool:
+        """Whether it is a document, or a part of one, with keys and values of its own."""
+        return self.segment.kind is SegmentKind.CHUNK
+
+    @property
     def is_repair(self) -> bool:
         """Whether its tokens are recomputed tokens of other spans."""
         return self.segment.kind is SegmentKind.REPAIR

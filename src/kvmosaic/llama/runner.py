@@ -155,13 +155,12 @@ class LlamaRunner:
                 source, target = (self._slots_of("request", block)[0] for block in (copy.source, copy.target))
                 self._cells.copy(source, target, self._block_size)
 
-    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Tensor:
         """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`.
 
         The logits may be llama.cpp's own, which the next forward overwrites.
         """
         with self._lock:
-            self.copy(copies)
             groups = [group for span in spans for group in self._groups(span)]
             groups = [replace(group, number=number) for number, group in enumerate(groups)]
             self._cells.free(slot for group in groups for slot in group.slots)

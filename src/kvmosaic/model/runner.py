@@ -167,12 +167,11 @@ class Runner:
         assert stop.key is not None, "every layer calls its attention"
         return stop.key
 
-    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Tensor:
         """Computes the keys and values of all given rows and stores them.
 
         Args:
             spans: the rows; spans may be listed in any order, also after spans that read them.
-            copies: blocks of the request pool to copy before anything is written (copy-on-write).
 
         Returns:
             [R, V] logits in float32 (float64 for float64 models), of the requested rows of every span, in order.
@@ -180,7 +179,6 @@ class Runner:
         Raises:
             ModelError: a layer did not call our attention, so that it read no cached token.
         """
-        self.copy(copies)
         batch = flatten(spans, self.model.device)
         attention = self._attention(batch)
         logits = self._forward(batch, attention)

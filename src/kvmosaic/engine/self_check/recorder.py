@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend
-from kvmosaic.cache import BlockCopy, KVCache
+from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_core import EngineCore
@@ -59,9 +59,9 @@ class RecordingRunner(Runner):
         self.works: list[ScheduledTokens] = []
         """Work of the next step."""
 
-    def run(self, spans: Sequence[SpanRows], copies: Sequence[BlockCopy] = ()) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Tensor:
         """See `Runner.run`."""
-        logits = super().run(spans, copies)
+        logits = super().run(spans)
         self.steps[-1].logits = logits
         self.steps[-1].stored = [self._stored(spans, layer.index) for layer in self.model.layers]
         return logits

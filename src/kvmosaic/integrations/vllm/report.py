@@ -88,7 +88,7 @@ class ComposedReport:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each chunk."""
-        return tuple(span.num_tokens for span in self.layout.spans if span.segment.kind == "chunk")
+        return tuple(span.num_tokens for span in self.layout.spans if span.is_chunk)
 
     @property
     def repaired_tokens(self) -> int:
@@ -147,7 +147,7 @@ class ComposedReport:
         for index, span in enumerate(self.layout.spans):
             length = span.num_tokens
             of_prefix = min(max(self.prefix_tokens - start, 0), length)
-            if span.segment.kind == "chunk" and self.is_composed:
+            if span.is_chunk and self.is_composed:
                 distance = positions[index] - span.start
                 rows.append(_chunk(span, distance, of_prefix, next(outcomes), repaired.get(index, 0)))
             else:

@@ -79,7 +79,7 @@ def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...]
 
 def has_seen_chunks(layout: Layout, index: int) -> bool:
     """Whether a span is a text after chunks: no other prompt computes it, so it is recomputed like repaired tokens."""
-    return any(layout.spans[view.span].segment.kind == "chunk" for view in layout.spans[index].views)
+    return any(layout.spans[view.span].is_chunk for view in layout.spans[index].views)
 
 
 def first_private_block(layout: Layout, block_size: int) -> int:
@@ -97,7 +97,7 @@ def num_repaired(layout: Layout, repair: int) -> dict[int, int]:
     return {
         index: min(repair, span.num_tokens)
         for index, span in enumerate(layout.spans)
-        if span.segment.kind == "chunk" and repair and index not in exact
+        if span.is_chunk and repair and index not in exact
     }
 
 

@@ -97,7 +97,7 @@ def report_of(composed: ComposedRequest, max_positions: int | None = None) -> Co
         piece = pieces.get(index)
         if span.is_text and piece is not None:
             rest = _outcome(composed, piece.prompt)
-        elif span.segment.kind == "chunk":
+        elif span.is_chunk:
             if piece is None:  # repaired as a whole
                 outcomes.append(ChunkOutcome("computed"))
                 continue

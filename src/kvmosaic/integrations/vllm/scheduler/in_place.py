@@ -43,15 +43,14 @@ class InPlacePlan:
         read: list[tuple[int, PromptPiece]] = []
         begin = own = 0
         for index, span in enumerate(layout.spans):
-            is_chunk = span.segment.kind == "chunk"
-            num_own = min(heads.get(index, 0), span.num_tokens) if is_chunk else span.num_tokens
+            num_own = min(heads.get(index, 0), span.num_tokens) if span.is_chunk else span.num_tokens
             if num_own:
                 shift = positions.get(index, span.start) - own
                 if shift != (shifts[-1][1] if shifts else 0):
                     shifts.append((own, shift))
                 runs.append((begin, begin + num_own))
                 own += num_own
-            if is_chunk and num_own < span.num_tokens:
+            if span.is_chunk and num_own < span.num_tokens:
                 read.append((own, _without_first(stored[index], num_own)))
             begin += span.num_tokens
         # with its own prompt, which no document shares, it is computed as the request's own
