@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.plain import PlainBackend
+from support.programs import needs_extension
 from support.worlds import World, layer_of, worlds
 
 from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend
-from kvmosaic.attention.native import LIBRARY
 from kvmosaic.layers import DistanceBias, MaskSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -79,7 +78,7 @@ def test_a_step_equals_every_score_written_out(world, slopes):
     torch.testing.assert_close(world.attend(TorchBackend()).double(), expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
+@needs_extension
 def test_a_backend_of_whole_layers_leaves_biased_layers_to_torch():
     reads = (Piece("chunk_cache", 4, 40, 20, 7), Piece("request", 0, 9, 80))
     world = biased(World(layer_of(2, 16, 16), [RowGroup(0, 3, 100, reads)], 4), [0.3])

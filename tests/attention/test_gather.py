@@ -6,9 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.programs import needs_extension
 
 from kvmosaic.attention.native.backend import load_library
 from kvmosaic.attention.native.gather import gather
+
+pytestmark = needs_extension
 
 
 @given(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from support.examples import examples
 from support.plain import PlainBackend
+from support.programs import needs_extension
 from support.worlds import CPU, World, layer_of, rotation_of, worlds
 
 from kvmosaic.attention import NativeBackend, Piece, RowGroup, TorchBackend, choose_backend, plan_reads
@@ -19,11 +20,10 @@ from kvmosaic.layers import MaskSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-built = pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
 known = load_library().instruction_sets if LIBRARY.exists() else ()
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("instruction_set", known)
 @settings(max_examples=examples(25))
 @given(world=worlds(DTYPES))
@@ -31,7 +31,7 @@ def test_native_gives_what_plain_gives_in_float64(instruction_set, world):
     world.check(NativeBackend(instruction_set=instruction_set))
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [1, 3, 70])
 def test_long_runs_are_cut_and_joined(dtype, num_rows):
@@ -41,7 +41,7 @@ def test_long_runs_are_cut_and_joined(dtype, num_rows):
     World(layer, [RowGroup(0, num_rows, 3000, reads)], 6, dtype, num_slots=2000).check(NativeBackend())
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", known)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(1, 7), (33, 31), (130, 66)])
@@ -53,7 +53,7 @@ def test_heads_and_rows_that_fill_no_vector(dtype, instruction_set, key_dim, val
     world.check(NativeBackend(instruction_set=instruction_set))
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("instruction_set", known)
 @pytest.mark.parametrize("distance", [0, 3])
@@ -70,7 +70,7 @@ def test_short_runs_with_the_same_readers_are_joined(dtype, instruction_set, dis
     world.check(NativeBackend(instruction_set=instruction_set))
 
 
-@built
+@needs_extension
 def test_layers_of_one_plan_may_look_different():
     torch.manual_seed(6)
     plan = plan_reads([RowGroup(0, 5, 99, (Piece("request", 2, 90, 0),))], MaskSpec(), CPU)
@@ -84,7 +84,7 @@ def test_layers_of_one_plan_may_look_different():
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_cannot_change_a_bit(dtype):
     torch.manual_seed(1)
@@ -103,7 +103,7 @@ def test_the_number_of_threads_cannot_change_a_bit(dtype):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@built
+@needs_extension
 def test_rows_that_decode_alone_give_the_same_bits_beside_others():
     torch.manual_seed(2)
     reads = (Piece("request", 0, 200, 0),)
@@ -114,7 +114,7 @@ def test_rows_that_decode_alone_give_the_same_bits_beside_others():
     assert torch.equal(world.attend(NativeBackend()), together[:1])
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize("num_rows", [1, 20])
 def test_what_is_not_a_number_is_not_hidden(num_rows):
     world = World(layer_of(1, 16, 16), [RowGroup(0, num_rows, 100, (Piece("request", 0, 30, 0),))], 2)
@@ -122,7 +122,7 @@ def test_what_is_not_a_number_is_not_hidden(num_rows):
     assert world.attend(NativeBackend()).isnan().all()
 
 
-@built
+@needs_extension
 def test_the_log_sum_exp_is_that_of_the_plain_backend():
     torch.manual_seed(3)
     run, query = Piece("request", 2, 90, 0), torch.randn(5, 4, 16)
@@ -133,7 +133,7 @@ def test_the_log_sum_exp_is_that_of_the_plain_backend():
     torch.testing.assert_close((output, lse), expected, atol=1e-5, rtol=0)
 
 
-@built
+@needs_extension
 @pytest.mark.parametrize(
     ("layer", "num_heads", "dtype"),
     [
@@ -167,7 +167,7 @@ def test_a_file_that_is_no_extension_is_unavailable(tmp_path):
         load_library(tmp_path / "paged.so")
 
 
-@built
+@needs_extension
 def test_the_choice_is_native_where_it_fits_and_anybody_may_decide(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     assert choose_backend(None, torch.bfloat16, CPU).name == "native"
@@ -186,7 +186,7 @@ def test_the_choice_is_native_where_it_fits_and_anybody_may_decide(monkeypatch):
         choose_backend(None, torch.float32, CPU)
 
 
-@built
+@needs_extension
 def test_an_unknown_instruction_set_is_refused():
     with pytest.raises(InvalidConfig, match="this processor knows"):
         NativeBackend(instruction_set="avx1024")

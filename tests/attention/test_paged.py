@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.programs import needs_extension
 from torch import Tensor
 
 from kvmosaic.attention import NativeBackend, TorchBackend, paged_attention
@@ -117,7 +118,7 @@ def test_it_equals_dense_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [TorchBackend, NativeBackend])
+@pytest.mark.parametrize("make", [TorchBackend, pytest.param(NativeBackend, marks=needs_extension)])
 def test_backends_and_dtypes_agree_with_dense_attention(make: type[TorchBackend], dtype: torch.dtype) -> None:
     @settings(max_examples=examples(40), deadline=None)
     @given(batches(dtype), st.sampled_from([None, 4]))

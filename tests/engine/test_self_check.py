@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import FAMILIES, build
+from support.programs import needs_extension
 from support.sensitive import sensitive_model
 
 from kvmosaic.attention import TorchBackend
@@ -210,6 +211,7 @@ def test_keys_that_change_far_out_in_a_single_layer_are_found(dtype, index):
 
 
 @pytest.mark.parametrize("index", LAYERS)
+@needs_extension
 @pytest.mark.skipif(not cpu_has_bfloat16(), reason="operations are fused where the CPU computes in bfloat16")
 def test_a_fused_operation_that_is_wrong_for_many_rows_is_found(monkeypatch, index):
     model = LoadedModel.from_module(build("llama", torch.bfloat16, num_hidden_layers=6), prepack="always")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.families import build
 from support.loaded import dense_layout, dense_logits, random_prompt
+from support.programs import needs_extension
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -52,7 +53,7 @@ try:
     SETS = load_library().instruction_sets
 except NativeUnavailable:
     SETS = ()
-pytestmark = pytest.mark.skipif(not SETS, reason="the C extension is not built")
+pytestmark = needs_extension
 packs = pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="torch has no oneDNN for bfloat16 here")
 """Where layers cannot be packed, none are fused; the kernels themselves need no oneDNN."""
 instruction_sets = pytest.mark.parametrize("instruction_set", SETS)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from support.families import build
+from support.programs import needs_extension
 from typer.testing import CliRunner
 
-from kvmosaic.attention.native import LIBRARY, NativeBackend, load_library
+from kvmosaic.attention.native import NativeBackend, load_library
 from kvmosaic.cli import app
 from kvmosaic.cpu_instructions import INSTRUCTION_SETS, VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
@@ -49,7 +50,6 @@ print(json.dumps({
     "rows": RowKernels().norm.__name__,
 }))
 """
-needs_extension = pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
 is_x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="only these CPUs have AVX2")
 
 

@@ -1,4 +1,4 @@
-"""Programs that tests start, which are not Python packages."""
+"""What tests need beside Python packages: programs, and our C extension."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+from kvmosaic.attention.native import LIBRARY
+
+needs_extension = pytest.mark.skipif(not LIBRARY.exists(), reason="the C extension is not built")
 
 
 def installed(package: str, *names: str, folders: str = "") -> str:
