@@ -125,7 +125,7 @@ class ReadPlan:
     """All calls of one step for the layers with one kind of mask.
 
     rows: [R] the row of every stacked query; queries that share a run are adjacent, so it is read once
-    distances: [R] how far the keys are moved for it
+    distances: [R] how far the keys are moved for it; on the CPU, where tables of rotations are looked up
     """
 
     calls: tuple[Call, ...]
@@ -253,7 +253,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
     return ReadPlan(
         tuple(calls),
         torch.tensor(rows, device=device),
-        torch.tensor(distances, device=device),
+        torch.tensor(distances),
         num_rows,
         is_moved=any(distances),
         is_single=rows == list(range(num_rows)),

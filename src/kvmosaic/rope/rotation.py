@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 _MANY = 1_024
-"""Number of distances from which on a CPU deduplicates them; a GPU would have to synchronize for their number."""
+"""Number of distances on the CPU from which they are deduplicated; a GPU would have to synchronize for it."""
 
 RotationLayout = Literal["half", "interleaved"]
 
@@ -66,18 +66,19 @@ class Rotation:
         return replace(self, offset=offset, head_dim=head_dim)
 
     def tables(
-        self, distances: Num[Tensor, " R"], *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, distances: Num[Tensor, " R"], *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> RotationTables:
         """Tables of R(distance) for every distance.
 
         Args:
-            distances: [R] whole numbers, of either sign. On the CPU the all-zero case is detected and costs nothing.
+            distances: [R] whole numbers, of either sign. On the CPU, outside of `torch.compile`, the all-zero case is
+                detected and costs nothing.
             dtype: dtype of the tables. Angles are computed in float64 and cast at the end.
-            device: device of the tables.
+            device: device of the tables; default that of the distances.
         """
-        on_cpu, numbers = distances.device.type == "cpu", None
-        is_identity = on_cpu and not bool(distances.any())
-        if on_cpu and len(distances) > _MANY:  # mostly of rows that read the same keys: each distance is computed once
+        on_host = distances.device.type == "cpu" and not torch.compiler.is_compiling()
+        is_identity, numbers = on_host and not bool(distances.any()), None
+        if on_host and len(distances) > _MANY:  # mostly of rows that read the same keys: each distance is computed once
             distances, numbers = torch.unique(distances, return_inverse=True)
         frequencies = torch.tensor(self.inv_freq, dtype=torch.float64, device=distances.device)
         angles = distances.to(torch.float64)[:, None] * (self.sign * frequencies)
@@ -92,14 +93,8 @@ class Rotation:
         permutation[first], permutation[second] = second, first
         cos, sin = (table[:, None].to(device=device, dtype=dtype) for table in (cos, sin))
         if numbers is not None:
-            cos, sin = (table[numbers.to(device)] for table in (cos, sin))
-        return RotationTables(
-            cos,
-            sin,
-            permutation.to(device),
-            self,
-            is_identity,
-        )
+            cos, sin = (table[numbers.to(device=device)] for table in (cos, sin))
+        return RotationTables(cos, sin, permutation.to(device=device), self, is_identity)
 
     def partners(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
         """`x[..., permutation]`, by slices and a concatenation instead of a gather: several times faster."""

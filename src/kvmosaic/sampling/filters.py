@@ -49,13 +49,13 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Keeps the top_k [R] most likely tokens and all that are equal to the last of them; below 1 keeps all."""
+    """Keeps the top_k [R] (on the CPU) most likely tokens and all equal to the last of them; below 1 keeps all."""
     vocabulary = logits.shape[-1]
     wanted = top_k.clamp(max=vocabulary).masked_fill(top_k < 1, vocabulary)
     if bool((wanted == vocabulary).all()):
         return logits
     largest = int(wanted.masked_fill(wanted == vocabulary, 1).max())
-    best = logits.topk(largest, dim=-1).values
+    best, wanted = logits.topk(largest, dim=-1).values, wanted.to(logits.device)
     lowest = best.gather(1, (wanted.clamp(max=largest) - 1)[:, None])
     return logits.masked_fill((logits < lowest) & (wanted < vocabulary)[:, None], NEVER)
 

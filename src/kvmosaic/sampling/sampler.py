@@ -218,7 +218,7 @@ def _draw(logits: Tensor, states: list[SamplingState]) -> Tensor:
     if any(p.min_p > 0 for p in params):
         logits = filters.keep_min_p(logits, _column(logits, [p.min_p for p in params]))
     if any(p.top_k > 0 for p in params):
-        logits = filters.keep_top_k(logits, torch.tensor([p.top_k for p in params], device=logits.device))
+        logits = filters.keep_top_k(logits, torch.tensor([p.top_k for p in params]))
     if any(p.top_p < 1 for p in params):
         top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device)
         logits = filters.keep_top_p(logits, top_p)
@@ -237,16 +237,14 @@ def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[Sampli
     if not wanted:
         return tokens
     values = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)].float(), dim=-1)
-    for row, logprobs in zip(wanted, values, strict=True):
-        chosen = logprobs[token_ids[row]]
-        number = min(states[row].params.logprobs or 0, logprobs.shape[0])
-        best = logprobs.topk(number)
-        tokens[row] = SampledToken(
-            token_id=token_ids[row],
-            logprob=float(chosen),
-            rank=int((logprobs > chosen).sum()) + 1,
-            top=tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
-        )
+    numbers = [states[row].params.logprobs or 0 for row in wanted]
+    chosen = values.gather(1, torch.tensor([[token_ids[row]] for row in wanted], device=logits.device))
+    best = values.topk(min(max(numbers), values.shape[1]))
+    # one read of all rows each: every read waits for the device
+    found = (chosen[:, 0], (values > chosen).sum(1), best.indices, best.values)
+    for row, number, logprob, above, ids, likely in zip(wanted, numbers, *(x.tolist() for x in found), strict=True):
+        top = tuple(zip(ids[:number], likely[:number], strict=True))
+        tokens[row] = SampledToken(token_id=token_ids[row], logprob=logprob, rank=above + 1, top=top)
     return tokens
 
 

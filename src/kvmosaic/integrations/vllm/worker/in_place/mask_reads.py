@@ -91,7 +91,7 @@ class MaskReads:
     def _positions(self) -> tuple[Tensor, Tensor]:
         """[R], [R]: positions of the stacked queries, and the ones that they are turned to."""
         at = self._step.positions[self._plan.rows]
-        return at, at - self._plan.distances
+        return at, at - self._plan.distances.to(at.device)
 
 
 def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:
