@@ -39,7 +39,7 @@ class Taken(NamedTuple):
     """What a test takes."""
 
     seconds: float
-    is_slow: bool
+    is_marked: bool
     """Whether it is marked."""
 
 
@@ -64,7 +64,7 @@ def _run(options: Sequence[str], tests: Iterable[str]) -> Found:
         subprocess.run(command, cwd=ROOT, check=False)  # noqa: S603
         lines = result.read_text().splitlines() if result.exists() else []
     read = map(json.loads, lines)
-    return {(each["file"], each["case"]): Taken(each["seconds"], each["is_slow"]) for each in read}
+    return {(each["file"], each["case"]): Taken(each["seconds"], each["is_marked"]) for each in read}
 
 
 def merged(times: Times, found: Found) -> Times:
@@ -115,9 +115,9 @@ def check() -> int:
         return 0
     print(f"{len(new)} tests are not in {TIMES.name} and are measured:", *new, sep="\n  ", flush=True)
     found = measured([], new)
-    slow = [(key, taken) for key, taken in found.items() if taken.seconds > LIMIT and not taken.is_slow]
+    slow = [(key, taken) for key, taken in found.items() if taken.seconds > LIMIT and not taken.is_marked]
     for (file, case), taken in slow:
-        print(f"{file}::{case} takes {taken.seconds:.1f} s of CPU, over {LIMIT}: make it faster, or mark it slow")
+        print(f"{file}::{case} takes {taken.seconds:.1f} s of CPU, over {LIMIT}: make it faster, or mark it")
     if not os.environ.get("CI"):
         write_times(merged(times, {key: taken for key, taken in found.items() if (key, taken) not in slow}))
     return int(bool(slow))

@@ -90,7 +90,7 @@ def test_drawing_and_log_probabilities_read_as_often_for_many_answers_as_for_one
     assert len(device.reads) <= 5 * num_steps, Counter(device.reads)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_model_is_probed_and_checked_where_it_is(family: str) -> None:
     with SimulatedDevice() as device:
         model = LoadedModel.from_module(device.moved(build(family, torch.float32)))

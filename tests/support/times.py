@@ -159,7 +159,7 @@ class Recorder:
             seconds = max(0.0, _tree_seconds() - self._begin - self._shared)
             taken = {"seconds": seconds * self._factor, "shared": self._shared * self._factor}
             taken["clock"] = time.monotonic() - self._clock
-            taken["is_slow"] = item.get_closest_marker("slow") is not None
+            taken["is_marked"] = any(map(item.get_closest_marker, ("slow", "representative")))
             item.user_properties.append(("taken", taken))
         return (yield)
 
