@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,8 +63,10 @@ class Engine(Protocol):
 class VLLM:
     """vLLM, its engine in this process."""
 
-    def __init__(self, folder: Path, dtype: str, *, document_reads: str, room: int) -> None:
-        """`document_reads`: "copy" or "in-place"; empty: without the plugin."""
+    def __init__(
+        self, folder: Path, dtype: str, *, document_reads: str, room: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`document_reads`: "copy" or "in-place"; empty: without the plugin. `options`: others of vLLM."""
         with_plugin = bool(document_reads)
         os.environ["VLLM_PLUGINS"] = "kvmosaic" if with_plugin else ""
         os.environ["KVMOSAIC_DOCUMENT_READS"] = document_reads
@@ -74,19 +76,17 @@ class VLLM:
         connector = {"kv_transfer_config": {"kv_connector": "kvmosaic", "kv_role": "kv_both"}} if with_plugin else {}
         self._params = vllm.SamplingParams
         self._is_composing = with_plugin
-        self._llm = vllm.LLM(
-            model=str(folder),
-            dtype=dtype,
-            max_model_len=MAX_POSITIONS,
-            max_num_batched_tokens=MAX_POSITIONS,
-            max_num_seqs=64,
-            block_size=BLOCK_SIZE,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=True,
-            enforce_eager=True,
-            seed=0,
-            **connector,
-        )
+        common = {
+            "max_model_len": MAX_POSITIONS,
+            "max_num_batched_tokens": MAX_POSITIONS,
+            "max_num_seqs": 64,
+            "block_size": BLOCK_SIZE,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": True,
+            "enforce_eager": True,
+            "seed": 0,
+        }
+        self._llm = vllm.LLM(model=str(folder), dtype=dtype, **{**common, **connector, **(options or {})})
         self._num_scheduled = 0
         self._count(self._llm.llm_engine.engine_core.engine_core.scheduler)
 
@@ -178,14 +178,22 @@ class Own:
 class Forked:
     """An engine in a forked process, spoken to in JSON."""
 
-    def __init__(self, name: str, folder: Path, dtype: str, room: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, dtype: str, room: int, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """`options`: others of vLLM."""
         context = multiprocessing.get_context("fork")
         self.name = name
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name, folder, dtype, room), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, name, folder, dtype, room, options), daemon=True)
         self._process.start()
         theirs.close()
         self._receive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process.is_alive()
 
     def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
         """See `Engine.answer`."""
@@ -222,10 +230,16 @@ def _keep_memory() -> None:
         allocator.mallopt(trim_threshold, (1 << 31) - 1)
 
 
-def _serve(connection: Connection, name: str, folder: Path, dtype: str, room: int) -> None:
+def _serve(
+    connection: Connection, name: str, folder: Path, dtype: str, room: int, options: Mapping[str, Any] | None
+) -> None:
     _keep_memory()
     reads = {PLUGIN: "copy", IN_PLACE: "in-place"}.get(name, "")
-    engine: Engine = Own(folder, dtype, room) if name == OWN else VLLM(folder, dtype, document_reads=reads, room=room)
+    engine: Engine
+    if name == OWN:
+        engine = Own(folder, dtype, room)
+    else:
+        engine = VLLM(folder, dtype, document_reads=reads, room=room, options=options)
     connection.send_bytes(b"{}")
     while True:
         try:

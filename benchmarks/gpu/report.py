@@ -1,0 +1,99 @@
+"""The report of a run: what was measured where, as tables with the ratios that matter first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.facts import commit
+
+_FACTS = """
+import json, platform, torch
+found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu", "cuda": torch.version.cuda}
+if torch.cuda.is_available():
+    about = torch.cuda.get_device_properties(0)
+    found |= {"device": about.name, "memory_bytes": about.total_memory, "capability": f"{about.major}.{about.minor}"}
+for name in ("triton", "transformers", "vllm"):
+    try:
+        from importlib.metadata import version
+        found[name] = version(name)
+    except Exception:
+        pass
+print(json.dumps(found))
+"""
+
+
+def facts(*, dry_run: bool) -> dict[str, Any]:
+    """Device and versions, asked of another process: this one must not hold the device."""
+    found = subprocess.run([sys.executable, "-c", _FACTS], capture_output=True, text=True, check=True)
+    about: dict[str, Any] = json.loads(found.stdout)
+    return {**about, "device": "dry-run" if dry_run else about["device"], "commit": commit()}
+
+
+def written(report: Mapping[str, Any]) -> str:
+    """Markdown."""
+    about = ", ".join(f"{key} {value}" for key, value in report["about"].items() if value is not None)
+    lines = ["# On a GPU", "", "Written by `python -m benchmarks.gpu`.", "", f"{about}.", ""]
+    stages = report["stages"]
+    lines += [f"- {line}" for line in headlines(stages)]
+    for name, stage in stages.items():
+        lines += ["", f"## {name}: {stage['ended']}", ""]
+        for part, rows in _by_part(stage["rows"]):
+            lines += [f"### {part}", "", *_table(rows), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def headlines(stages: Mapping[str, Any]) -> Iterator[str]:
+    """The ratios that are asked first, as far as they were measured."""
+    rows = [row for stage in stages.values() for row in stage["rows"]]
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    if ratios:
+        yield f"error of our attention / of torch's own in the same type: at most {max(ratios):.2f}"
+    for row in rows:
+        if row["part"] == "greedy tokens" and "same" in row:
+            yield f"greedy tokens of composed prompts equal to dense ones: {row['same']} of {row['of']}"
+    for key, ours in _found(rows, "first token", "model", "documents").items():
+        theirs = _found(rows, "transformers", "model", "documents").get(key)
+        if theirs and "permuted_seconds" in ours and "prefill_seconds" in theirs:
+            ratio = theirs["prefill_seconds"] / ours["permuted_seconds"]
+            yield f"{key}: first token of permuted documents, transformers / ours: {ratio:.1f}x"
+    decoded = {(row["model"], row["kind"]): row for row in rows if row["part"] == "decode" and "kind" in row}
+    for (model, kind), row in decoded.items():
+        private = decoded.get((model, "private"), {})
+        if kind == "shared" and "seconds_per_step" in row and "seconds_per_step" in private:
+            ratio = private["seconds_per_step"] / row["seconds_per_step"]
+            yield f"{model}: a step of {row['requests']} requests, documents of their own / shared: {ratio:.2f}x"
+    vllm = {
+        (row["part"], row["documents"], row["engine"]): row for row in rows if "engine" in row and "documents" in row
+    }
+    for (part, documents, engine), row in vllm.items():
+        plain = vllm.get((part, documents, "vLLM"))
+        if plain is None or engine == "vLLM" or "failed" in row or "failed" in plain:
+            continue
+        figure = "seconds_per_step" if "seconds_per_step" in row else "first_seconds"
+        yield f"{documents}, {part}: vLLM / {engine}: {plain[figure] / row[figure]:.2f}x"
+
+
+def _found(rows: Sequence[Mapping[str, Any]], part: str, *keys: str) -> dict[str, Mapping[str, Any]]:
+    return {" ".join(str(row[key]) for key in keys): row for row in rows if row["part"] == part}
+
+
+def _by_part(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    parts = dict.fromkeys(row["part"] for row in rows)
+    for part in parts:
+        yield part, [row for row in rows if row["part"] == part]
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("part", "failed", "longest")))
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_shown(row.get(column, "")) for column in columns) + " |" for row in rows]
+    failures = [f"    {line}" for row in rows if "failed" in row for line in ["", *row["failed"].strip().splitlines()]]
+    return [*lines, *(["", *failures] if failures else [])]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

@@ -1,0 +1,104 @@
+"""vLLM plain, with documents by copies, and in place: random weights of an 8 B shape, prompts of token ids.
+
+Engines follow each other, each in a process of its own, as two of them would measure each other's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from benchmarks.gpu.engine import EIGHT, GIB, TINY
+from benchmarks.gpu.stage import Stage
+
+NUM_ROUNDS, NUM_PLAIN, NUM_READERS, NUM_DECODED = 4, 30, 32, 33
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def measure(stage: Stage) -> None:
+    """Each engine does all works."""
+    os.environ |= SETTINGS
+    import vllm_plugin_works as works
+    from vllm_plugin_engines import IN_PLACE, PLAIN, PLUGIN, Forked
+
+    from kvmosaic.bench.sizes import Sizes
+    from kvmosaic.bench.workload import TokenSource
+
+    documents = [(3, 24)] if stage.is_dry else [(8, 512), (8, 2_048)]
+    if not stage.is_dry and _device_bytes() > 100 * GIB:
+        documents.append((16, 4_096))
+    config = TINY if stage.is_dry else EIGHT
+    longest = max(count * length for count, length in documents) + 1_024
+    options: dict[str, Any] = {"load_format": "dummy", "max_model_len": min(longest, config["max_position_embeddings"])}
+    if not stage.is_dry:
+        options |= {
+            "enforce_eager": False,
+            "block_size": 16,
+            "gpu_memory_utilization": 0.85,
+            "max_num_batched_tokens": 16_384,
+            "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
+        }
+    readers = 3 if stage.is_dry else NUM_READERS
+    works.NUM_READERS = readers
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaConfig(**config, architectures=["LlamaForCausalLM"], dtype="bfloat16", bos_token_id=None).save_pretrained(
+            folder
+        )
+        dtype = "float32" if stage.is_dry else "bfloat16"
+        for name in (PLAIN, IN_PLACE, PLUGIN):
+            with stage.part("start", engine=name) as row:
+                engine = Forked(name, Path(folder), dtype, GIB, options)
+                row["version"] = json.loads(json.dumps(_version()))
+            if "failed" in row:
+                continue
+            for count, length in documents:
+                sizes = Sizes(documents=count, document_tokens=length, plain_tokens=length, rounds=NUM_ROUNDS)
+                source = TokenSource(0, f"{count} {length}", config["vocab_size"], sizes)
+                system = source.system()
+                kinds = {"permuted": works.permuted, "repeated": works.repeated, "none": works.none}
+                rounds = {kind: 1 if stage.is_dry else NUM_PLAIN if kind == "none" else NUM_ROUNDS for kind in kinds}
+                made = [works.Work(kind, make(source, system, rounds[kind], 1), 1) for kind, make in kinds.items()]
+                decoded = 4 if stage.is_dry else NUM_DECODED
+                made.append(works.Work(f"decode x {readers}", works.shared(source, system, 1), decoded))
+                for work in made:
+                    if not engine.is_alive:
+                        break
+                    with stage.part(work.name, engine=name, documents=f"{count} x {length}") as row:
+                        works.measure(work, [engine])
+                        row |= _figures(work.taken[name], decoded if "decode" in work.name else 1)
+            engine.close()
+
+
+def _figures(taken: list[Any], num_answer: int) -> dict[str, Any]:
+    first = [statistics.fmean(each.first_seconds) for each in taken]
+    found = {"first_seconds": statistics.median(first), "computed_tokens": sum(each.num_computed for each in taken)}
+    if num_answer > 1:
+        found["seconds_per_step"] = statistics.median(each.decode_seconds for each in taken) / (num_answer - 1)
+    return found
+
+
+def _device_bytes() -> int:
+    """Without a context of CUDA in this process, which engines fork from."""
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("vllm")
