@@ -113,7 +113,7 @@ def llm_of(loaded: LoadedModel, room: int, backend: BackendName | None = None) -
 
 
 def compare_with_dense(stage: Stage, loaded: LoadedModel, shape: Shape) -> dict[str, Any]:
-    """Tokens of a composed prompt, and those that one dense forward over prompt and answer would have chosen."""
+    """Tokens of composed prompts, and the choices of one dense forward over prompt and answer."""
     source = TokenSource(0, "dense", loaded.module.config.vocab_size, shape.sizes)
     documents = source.documents()
     same = total = 0

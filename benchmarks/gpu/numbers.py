@@ -85,7 +85,7 @@ class Layer:
         return rotate(x, self.rotation.tables(positions, dtype=torch.float64, device=self.device))
 
     def composed(self, dtype: torch.dtype, backend: TorchBackend) -> Tensor:
-        """Each document's keys are those of its own positions, and read where it stands: [T, H, Dv]."""
+        """Each document's keys are those of its own positions, and read at its place: [T, H, Dv]."""
         case, starts = self.case, [0, *torch.tensor(self.case.documents).cumsum(0).tolist()]
         counts = torch.cat([torch.arange(count) for count in (*case.documents, case.num_rows)])
         counts[self.position :] += self.position
