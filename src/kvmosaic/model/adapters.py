@@ -122,7 +122,7 @@ class _Xglm(AttentionAdapter):
 
 
 class _GptJ(AttentionAdapter):
-    """GPT-J and CodeGen: one of their methods takes rotated queries and keys."""
+    """CodeGen, and GPT-J before transformers 5.24: one of their methods takes rotated queries and keys."""
 
     seam = "_attn"
 
@@ -159,7 +159,7 @@ def install_adapters(model: nn.Module) -> list[AttentionAdapter]:
     opened = []
     for part in model.modules():
         form = _FORMS.get(type(part).__name__)
-        if form is None or not type(part).__module__.startswith("transformers."):
+        if form is None or not type(part).__module__.startswith("transformers.") or not hasattr(part, form.seam):
             continue
         opened.append(form(part))
         opened[-1].install()
