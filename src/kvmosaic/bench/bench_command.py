@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +24,7 @@ Evictions = Annotated[
     list[str] | None,
     typer.Option(
         metavar="|".join(POLICIES),
-        parser=partial(choice, lambda: tuple(POLICIES)),
+        parser=lambda value: choice(lambda: tuple(POLICIES), value),
         help="Eviction policy with --cache-share (several times for more). Default: lru.",
     ),
 ]

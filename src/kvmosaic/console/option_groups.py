@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import partial, wraps
+from functools import wraps
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -35,7 +35,7 @@ def option(name: str, *, panel: str | None = None, has_bounds: bool = True) -> A
         metavar="|".join(about.names()) or about.metavar or None,
         min=about.low if has_bounds else None,
         max=about.high if has_bounds else None,
-        parser=partial(choice, about.names) if has_parser else None,
+        parser=(lambda value: choice(about.names, value)) if has_parser else None,
         rich_help_panel=panel,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,7 +33,7 @@ FixedStrategy = Annotated[
     str,
     typer.Option(
         "--position-strategy",
-        parser=partial(choice, partial(strategy_names, offsets=False)),
+        parser=lambda value: choice(lambda: strategy_names(offsets=False), value),
         metavar="|".join(strategy_names(offsets=False)),
         help=f"Documents {describe_strategies(offsets=False)}.",
     ),
