@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,16 @@ DOCUMENTS = [
 QUESTION = "Where does Jonas Kelberg live?"
 ANSWER = "Halport"
 SYSTEM = "Answer the question from the documents."
+
+
+@pytest.fixture(autouse=True)
+def event_loop_for_llama_index() -> Iterator[None]:
+    """Closed after the test: LlamaIndex takes the thread's loop, or makes one that nobody closes."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 @pytest.fixture(scope="session")
