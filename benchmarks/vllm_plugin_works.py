@@ -58,7 +58,7 @@ def workloads(sizes: Sizes, vocab_size: int, rounds: int, plain_rounds: int) -> 
             else:
                 yield Work(name, made, NUM_ANSWER if make is none else 1)
     source = TokenSource(0, DECODE, vocab_size, sizes)
-    yield Work(DECODE, shared(source, source.system(), max(1, rounds // 2)), NUM_DECODED)
+    yield Work(DECODE, shared(source, source.system(), max(1, rounds // 2), NUM_READERS), NUM_DECODED)
 
 
 def none(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:
@@ -105,7 +105,7 @@ def permuted(source: TokenSource, system: Sequence[int], rounds: int, at_once: i
     return made
 
 
-def shared(source: TokenSource, system: Sequence[int], rounds: int) -> list[Round]:
+def shared(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:
     """The same known documents for all, each in an order of its own: their long answers are decoded together."""
     documents = source.documents()
 
@@ -113,7 +113,7 @@ def shared(source: TokenSource, system: Sequence[int], rounds: int) -> list[Roun
         return Asked(system, source.random.sample(documents, len(documents)), source.question())
 
     warm = (Asked(system, documents, source.question()),)
-    return [Round(tuple(asked() for _ in range(NUM_READERS)), () if number else warm) for number in range(rounds)]
+    return [Round(tuple(asked() for _ in range(at_once)), () if number else warm) for number in range(rounds)]
 
 
 def drawn(source: TokenSource, system: Sequence[int], rounds: int, at_once: int) -> list[Round]:

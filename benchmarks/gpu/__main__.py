@@ -10,7 +10,7 @@ others nothing, and what it had measured stays. Without vLLM its stage is left o
     numbers    attention by Triton and by torch against float64, in three types; the kernels' own tests
     graphs     BlockKVCache captured in a CUDA graph, and compiled, against its eager twin
     engine     random models of 0.5 and 8 billion parameters: first token, decode, sharers, memory; beside transformers
-    vllm       vLLM plain, with documents by copies, with documents in place: first token, decode, log probabilities
+    vllm       vLLM plain, with documents in place, with documents by copies: first token, decode
 
 Writes gpu-DEVICE.json and gpu-DEVICE.md. Ratios say what the method does; absolute times belong to the device.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-for folder in ("benchmarks", "src"):
+for folder in ("tests", "benchmarks", "src"):
     sys.path.insert(0, str(ROOT / folder))
 
 STAGES = {"limits": 40.0, "numbers": 100.0, "graphs": 60.0, "engine": 150.0, "vllm": 240.0}

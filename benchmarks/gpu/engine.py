@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from support.engines import dense_logits
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.stage import Stage
-from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, RequestOutput, SamplingParams
 from kvmosaic.attention import BackendName
-from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.workload import TokenSource
 from kvmosaic.engine.self_check import run_self_check
-from kvmosaic.layout import dense
 from kvmosaic.model import LoadedModel
 
 GIB = 2**30
@@ -136,17 +135,6 @@ def compare_with_dense(stage: Stage, loaded: LoadedModel, shape: Shape) -> dict[
     return {"same": same, "of": total, "smallest_margin": min(margins), "backend": llm.attention.name}
 
 
-def dense_logits(loaded: LoadedModel, layout: Any, chosen: Sequence[int]) -> Tensor:
-    """[steps, V] of one forward over prompt and answer, with the layout's mask written out."""
-    last = layout.last
-    longer = replace(last, segment=replace(last.segment, token_ids=(*last.token_ids, *chosen[:-1])))
-    written = dense(replace(layout, spans=(*layout.spans[:-1], longer)))
-    count = len(written.token_ids)
-    ids, positions = (torch.from_numpy(part).to(loaded.device) for part in (written.token_ids, written.positions))
-    rows = torch.arange(count - len(chosen), count, device=loaded.device)
-    return loaded.forward(ids, positions, rows, DenseAttention(written, loaded.layers))
-
-
 def rates(stage: Stage, name: str, config: dict[str, Any], shape: Shape) -> None:
     """First token and decode, by transformers and by us, of the same weights."""
     about = {"model": name, "dtype": "bfloat16", "documents": f"{shape.documents} x {shape.document_tokens}"}
@@ -156,7 +144,7 @@ def rates(stage: Stage, name: str, config: dict[str, Any], shape: Shape) -> None
     ids = [*system, *(token for document in documents for token in document), *question]
     with stage.part("transformers", **about) as row, torch.inference_mode():
         module.set_attn_implementation("sdpa")
-        row |= by_transformers(stage, module, torch.tensor([ids], device=stage.device), shape)
+        row |= by_transformers(stage, module, torch.tensor([ids], device=stage.device))
     loaded = LoadedModel.from_module(module, fingerprint=f"random {config}")
     heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
     token_bytes = 2 * 2 * heads * config["num_hidden_layers"]
@@ -182,8 +170,8 @@ def rates(stage: Stage, name: str, config: dict[str, Any], shape: Shape) -> None
     stage.free()
 
 
-def by_transformers(stage: Stage, module: LlamaForCausalLM, ids: Tensor, shape: Shape) -> dict[str, float]:
-    """Reads the whole prompt with sdpa; then decodes alone, and with as many rows as there are readers."""
+def by_transformers(stage: Stage, module: LlamaForCausalLM, ids: Tensor) -> dict[str, float]:
+    """Reads the whole prompt with sdpa, then decodes."""
 
     def prefill() -> DynamicCache:
         cache = DynamicCache(config=module.config)
@@ -200,16 +188,12 @@ def by_transformers(stage: Stage, module: LlamaForCausalLM, ids: Tensor, shape: 
     return {**found, "decode_seconds": stage.seconds(decode, repeats=5, warm=2)}
 
 
-def asked(stage: Stage, llm: LLM, prompts: Sequence[Prompt], count: int) -> tuple[float, float, float]:
-    """Seconds until the first token of the first and of the last prompt, and per step after that."""
-    taken: list[float] = []
-
-    def run() -> None:
-        outputs = llm.generate(prompts, replace(GREEDY, max_tokens=count))
-        taken.extend(output.metrics.first_token_time - output.metrics.arrival_time for output in outputs)
-
-    seconds = stage.wall_seconds(run)
-    return min(taken), max(taken), (seconds - max(taken)) / max(1, count - 1)
+def asked(stage: Stage, llm: LLM, prompts: Sequence[Prompt], count: int) -> tuple[float, float, RequestOutput]:
+    """Seconds until the last prompt has its first token, and per step after that; and the last output."""
+    outputs: list[RequestOutput] = []
+    seconds = stage.wall_seconds(lambda: outputs.extend(llm.generate(prompts, replace(GREEDY, max_tokens=count))))
+    first = max(output.metrics.first_token_time - output.metrics.arrival_time for output in outputs)
+    return first, (seconds - first) / max(1, count - 1), outputs[-1]
 
 
 def first_tokens(stage: Stage, llm: LLM, source: TokenSource, shape: Shape) -> dict[str, Any]:
@@ -222,9 +206,8 @@ def first_tokens(stage: Stage, llm: LLM, source: TokenSource, shape: Shape) -> d
         orders = {"cold": documents, "warm": documents, "permuted": source.shuffled(documents)}
         for name, order in orders.items():
             prompt = Prompt.from_tokens(system, order, source.question())
-            found[name].append(asked(stage, llm, [prompt], 1)[1])
-        order = source.shuffled(documents)
-        (output,) = llm.generate([Prompt.from_tokens(system, order, source.question())], replace(GREEDY, max_tokens=1))
+            seconds, _, output = asked(stage, llm, [prompt], 1)
+            found[name].append(seconds)
         reused.append(output.reuse.reused_tokens / output.reuse.num_tokens)
     return {
         **{f"{name}_seconds": statistics.median(times) for name, times in found.items()},
@@ -242,7 +225,7 @@ def decoding(stage: Stage, llm: LLM, source: TokenSource, shape: Shape, kind: st
         documents = [document[:MAX_DECODED] for document in documents]
         prompts.append(Prompt.from_tokens(system, documents, source.question()))
     asked(stage, llm, prompts, 1)
-    *_, per_step = asked(stage, llm, prompts, shape.answer)
+    _, per_step, _ = asked(stage, llm, prompts, shape.answer)
     tokens = sum(chunk.num_tokens for chunk in prompts[0].chunks)
     return {"requests": count, "seconds_per_step": per_step, "document_tokens_of_each": tokens}
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -144,9 +145,9 @@ def measure(stage: Stage) -> None:
                     row[name] = float((found.double() - exact).square().mean().sqrt())
                 row["ratio"] = row["triton"] / row["ordinary"]
     with stage.part("tests of the kernels") as row:
-        if importlib_missing := [name for name in ("pytest", "hypothesis") if not _is_there(name)]:
-            raise RuntimeError(f"{', '.join(importlib_missing)} not installed")
-        workers = ["-n", "8"] if not stage.is_dry and _is_there("xdist") else []
+        if missing := [name for name in ("pytest", "hypothesis") if find_spec(name) is None]:
+            raise RuntimeError(f"{', '.join(missing)} not installed")
+        workers = ["-n", "8"] if not stage.is_dry and find_spec("xdist") else []
         chosen = ["-k", "one_row_over_a_long_run"] if stage.is_dry else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--show-capture=no"]
         found = subprocess.run(
@@ -162,9 +163,3 @@ def measure(stage: Stage) -> None:
         row["failing"] = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.{0,200}))?", found.stdout, re.MULTILINE)
         if found.returncode:
             raise RuntimeError(found.stdout[-1_500:] + found.stderr[-500:])
-
-
-def _is_there(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

@@ -121,8 +121,8 @@ def dense_logits(model: LoadedModel, layout: Layout, generated: Sequence[int]) -
     written = dense(replace(layout, spans=(*layout.spans[:-1], longer)))
     count = len(written.token_ids)
     return model.forward(
-        torch.from_numpy(written.token_ids),
-        torch.from_numpy(written.positions),
-        torch.arange(count - len(generated), count),
+        torch.from_numpy(written.token_ids).to(model.device),
+        torch.from_numpy(written.positions).to(model.device),
+        torch.arange(count - len(generated), count, device=model.device),
         DenseAttention(written, model.layers),
     )

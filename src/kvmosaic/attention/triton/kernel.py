@@ -14,6 +14,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def _widened(x):
+    """8 bits in float32. Those with 5 bits of exponent are the upper half of a float16.
+
+    Triton 3.6 converts these with an instruction of compute capability 8.9, on 8.0, too.
+    """
+    if x.dtype == tl.float8e5:
+        return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return x.to(tl.float32)
+
+
 # parts of one tensor begin anywhere: their alignment must not trigger a recompilation
 @triton.jit(do_not_specialize_on_alignment=["segments", "units"])
 def attend_walks(
@@ -160,7 +171,7 @@ def attend_walks(
                 value_at = (tl.arange(0, KEYS) * value_row)[:, None] + value_dims[None, :]
             keys = tl.load(key_start + key_at, mask=is_key_dim[:, None] & is_key[None, :], other=0.0)
             if IS_SCALED:
-                keys = (keys.to(tl.float32) * tl.load(key_scale)).to(query.dtype.element_ty)
+                keys = (_widened(keys) * tl.load(key_scale)).to(query.dtype.element_ty)
             if IS_WIDENED:
                 keys = keys.to(tl.float32)
             scores = tl.dot(turned, keys, input_precision="ieee") * scaling
@@ -182,7 +193,7 @@ def attend_walks(
             fading = tl.exp2(highest - level)
             values = tl.load(value_start + value_at, mask=is_key[:, None] & is_value_dim[None, :], other=0.0)
             if IS_SCALED:
-                values = (values.to(tl.float32) * tl.load(value_scale)).to(query.dtype.element_ty)
+                values = (_widened(values) * tl.load(value_scale)).to(query.dtype.element_ty)
             total = total * fading + tl.sum(weights, 1)
             rounded = weights.to(values.dtype)
             if IS_WIDENED:
