@@ -120,25 +120,10 @@ class Target:
 
 def slowness() -> float:
     """How many times as long as on a free core of a server of 2024 the same work takes here and now, from 1 to 4."""
-    return min(max(_measured()[0] / _REFERENCE_SECONDS, 1.0), 4.0)
-
-
-def crowding() -> float:
-    """How many times its CPU time a computation takes here and now, from 1 to 4.
-
-    Where more threads want to run than there are cores, a server's threads wait for each other, and what one computes
-    meanwhile looks like the other's work.
-    """
-    wall, cpu = _measured()
-    return min(max(wall / cpu, 1.0), 4.0)
-
-
-def _measured() -> tuple[float, float]:
-    """Seconds by the clock and of CPU time that a small computation takes, on average over some tenths of a second."""
-    wall, cpu = time.monotonic(), time.thread_time()
+    begin = time.monotonic()
     for _ in range(_NUM_MEASURED):
         sum(number * number % 7 for number in range(400_000))
-    return (time.monotonic() - wall) / _NUM_MEASURED, (time.thread_time() - cpu) / _NUM_MEASURED
+    return min(max((time.monotonic() - begin) / _NUM_MEASURED / _REFERENCE_SECONDS, 1.0), 4.0)
 
 
 def headers_of(sender: str) -> dict[str, str]:
