@@ -75,7 +75,7 @@ class VLLM:
 
         connector = {"kv_transfer_config": {"kv_connector": "kvmosaic", "kv_role": "kv_both"}} if with_plugin else {}
         self._params = vllm.SamplingParams
-        self._is_composing = with_plugin
+        self._is_composing, self._reads_in_place = with_plugin, document_reads == "in-place"
         common = {
             "max_model_len": MAX_POSITIONS,
             "max_num_batched_tokens": MAX_POSITIONS,
@@ -111,6 +111,8 @@ class VLLM:
             engine.add_request(str(number), {"prompt_token_ids": prompt.token_ids}, self._sampling(prompt, num_answer))
         while engine.has_unfinished_requests():
             for output in engine.step():
+                if self._reads_in_place and (said := output.kv_transfer_params) and said["kvmosaic"]["warnings"]:
+                    raise RuntimeError(f"this is no measure of reading in place: {said['kvmosaic']['warnings']}")
                 if output.outputs and output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.monotonic() - begin)
             if all_first is None and len(first) == len(prompts):

@@ -12,7 +12,8 @@ others nothing, and what it had measured stays. Without vLLM its stage is left o
     engine     random models of 0.5 and 8 billion parameters: first token, decode, sharers, memory; beside transformers
     vllm       vLLM plain, with documents in place, with documents by copies: first token, decode
 
-Writes gpu-DEVICE.json and gpu-DEVICE.md. Ratios say what the method does; absolute times belong to the device.
+Writes gpu-DEVICE.json, .md and .png; stages that are not run again keep what they found. Ratios say what the
+method does; absolute times belong to the device.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def main() -> int:
     if given.child:
         run_child(given.child, given.out, given.minutes * 60, dry_run=given.dry_run)
         return 0
-    from benchmarks.gpu.report import facts, written
+    from benchmarks.gpu.report import facts, plot, written
 
     end = time.monotonic() + given.minutes * 60
     about = facts(dry_run=given.dry_run)
@@ -104,7 +105,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     scratch = given.out / f"{name}-stages"
     scratch.mkdir(exist_ok=True)
-    report: dict[str, Any] = {"about": about, "stages": {}}
+    path = given.out / f"{name}.json"
+    report: dict[str, Any] = {"stages": {}, **(json.loads(path.read_text()) if path.exists() else {}), "about": about}
     for stage in given.stages:
         if stage == "vllm" and importlib.util.find_spec("vllm") is None:
             report["stages"][stage] = {"rows": [], "ended": "vLLM is not installed"}
@@ -115,16 +117,17 @@ def main() -> int:
             seconds = min(STAGES[stage] * (5 if given.dry_run else 1), left - _GRACE_SECONDS)
             report["stages"][stage] = run_stage(stage, seconds, scratch, dry_run=given.dry_run)
         print(f"== {stage}: {report['stages'][stage]['ended']}", flush=True)
-        (given.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
-        (given.out / f"{name}.md").write_text(written(report))
+        report["stages"][stage]["commit"] = about["commit"]
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.with_suffix(".md").write_text(written(report))
     for path in scratch.iterdir():
         path.unlink()
     scratch.rmdir()
+    plot(report, path.with_suffix(".png"))
     print(written(report))
-    failed = [row for stage in report["stages"].values() for row in stage["rows"] if "failed" in row]
-    ended_well = all(
-        stage["ended"] in ("exit status 0", "vLLM is not installed") for stage in report["stages"].values()
-    )
+    run = [report["stages"][stage] for stage in given.stages]
+    failed = [row for stage in run for row in stage["rows"] if "failed" in row]
+    ended_well = all(stage["ended"] in ("exit status 0", "vLLM is not installed") for stage in run)
     return int(bool(failed) or not ended_well)
 
 

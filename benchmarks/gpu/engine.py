@@ -241,8 +241,9 @@ def profiled(stage: Stage, llm: LLM, source: TokenSource, shape: Shape) -> dict[
     activities = [torch.profiler.ProfilerActivity.CPU]
     if stage.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    seconds = stage.wall_seconds(lambda: [llm.engine.step() for _ in range(3)])
     with torch.profiler.profile(activities=activities) as profile:
-        seconds = stage.wall_seconds(lambda: [llm.engine.step() for _ in range(3)])
+        stage.wall_seconds(lambda: [llm.engine.step() for _ in range(3)])
     llm.engine.run(requests)
     events = profile.key_averages()
     on_device = sum(event.self_device_time_total for event in events) / 1e6

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.facts import commit
@@ -40,7 +41,8 @@ def written(report: Mapping[str, Any]) -> str:
     stages = report["stages"]
     lines += [f"- {line}" for line in headlines(stages)]
     for name, stage in stages.items():
-        lines += ["", f"## {name}: {stage['ended']}", ""]
+        lines += ["", f"## {name}: {stage['ended']}{', commit ' + stage['commit'] if 'commit' in stage else ''}", ""]
+        lines += [*stage["notes"], ""] if "notes" in stage else []
         for part, rows in _by_part(stage["rows"]):
             lines += [f"### {part}", "", *_table(rows), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -66,15 +68,51 @@ def headlines(stages: Mapping[str, Any]) -> Iterator[str]:
         if kind == "shared" and "seconds_per_step" in row and "seconds_per_step" in private:
             ratio = private["seconds_per_step"] / row["seconds_per_step"]
             yield f"{model}: a step of {row['requests']} requests, documents of their own / shared: {ratio:.2f}x"
+    for part, documents, engine, ratio in vllm_ratios(rows):
+        yield f"{documents}, {part}: vLLM / {engine}: {ratio:.2f}x"
+
+
+def vllm_ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, float]]:
+    """Work, documents, engine, and how many times as long vLLM without the plugin takes; first tokens before steps."""
     vllm = {
         (row["part"], row["documents"], row["engine"]): row for row in rows if "engine" in row and "documents" in row
     }
-    for (part, documents, engine), row in vllm.items():
-        plain = vllm.get((part, documents, "vLLM"))
-        if plain is None or engine == "vLLM" or "failed" in row or "failed" in plain:
-            continue
-        figure = "seconds_per_step" if "seconds_per_step" in row else "first_seconds"
-        yield f"{documents}, {part}: vLLM / {engine}: {plain[figure] / row[figure]:.2f}x"
+    for figure, name in (("first_seconds", "first token"), ("seconds_per_step", "step")):
+        for (part, documents, engine), row in vllm.items():
+            plain = vllm.get((part, documents, "vLLM"), {})
+            if engine != "vLLM" and figure in row and figure in plain:
+                yield f"{name}, {part}", documents, engine, plain[figure] / row[figure]
+
+
+def plot(report: Mapping[str, Any], path: Path) -> None:
+    """First tokens and steps beside vLLM without the plugin."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return
+    ratios = list(vllm_ratios(report["stages"].get("vllm", {"rows": []})["rows"]))
+    if not ratios:
+        return
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    places = list(dict.fromkeys((documents, part) for part, documents, _, _ in ratios))
+    for number, engine in enumerate(dict.fromkeys(engine for _, _, engine, _ in ratios)):
+        found = {(documents, part): ratio for part, documents, of, ratio in ratios if of == engine}
+        rows = [(index, found[place]) for index, place in enumerate(places) if place in found]
+        heights, lengths = [-index - 0.38 * number for index, _ in rows], [ratio - 1 for _, ratio in rows]
+        bars = axis.barh(heights, lengths, 0.36, left=1, label=engine)
+        axis.bar_label(bars, [f" {ratio:.3g}x" for _, ratio in rows], fontsize=8)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}x")
+    axis.margins(x=0.1)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(
+        [-index - 0.19 for index in range(len(places))], [f"{part}\n{documents}" for documents, part in places]
+    )
+    axis.tick_params(axis="y", labelsize=8)
+    axis.set_title(f"vLLM / vLLM with kvmosaic, seconds; {report['about']['device']}, 8 B, bfloat16", fontsize=10)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def _found(rows: Sequence[Mapping[str, Any]], part: str, *keys: str) -> dict[str, Mapping[str, Any]]:

@@ -78,5 +78,5 @@ def test_what_matters_comes_first_and_failures_are_shown() -> None:
     assert "error of our attention / of torch's own in the same type: at most 1.25" in text
     assert "greedy tokens of composed prompts equal to dense ones: 32 of 32" in text
     assert "a step of 32 requests, documents of their own / shared: 1.50x" in text
-    assert "8 x 2,048, permuted: vLLM / in place: 20.00x" in text
+    assert "8 x 2,048, first token, permuted: vLLM / in place: 20.00x" in text
     assert "    RuntimeError: no graph" in text and "## all: exit status 1" in text

@@ -59,7 +59,7 @@ def test_attention_of_private_copies_is_set_against_that_of_shared_documents() -
     (target,) = step_targets([shared, private])
     assert target.measured == 4 and target.is_reached
     parts = StepParts("permuted", "float32", 1, 1.0, 0.8, 0.1)
-    assert 0 < parts.outside_share < parts.beside_linear_share < 1
+    assert 0 < parts.beside_linear_share < 1
     (target,) = step_targets([parts])
     assert round(target.measured, 6) == 0.2 and not target.is_reached
     assert step_targets([StepParts("permuted", "float32", 1, 0.0, 0.0, 0.0)]) == []

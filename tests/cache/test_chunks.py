@@ -161,7 +161,7 @@ def test_statistics_count_lookups_hits_sharing_and_times():
     assert (stats.cached_chunks, stats.used_blocks, stats.total_blocks, stats.shared_blocks) == (2, 5, 64, 5)
     assert stats.sharing_ratio == 3.0
     assert stats.average_compute_ms == 4.0
-    assert (stats.prefix_lookup_tokens, stats.prefix_hit_tokens, stats.prefix_hit_rate) == (18, 0, 0.0)
+    assert (stats.prefix_lookup_tokens, stats.prefix_hit_tokens) == (18, 0)
     assert stats.request_used_blocks == 6 and stats.request_total_blocks == 64 and stats.prefix_blocks == 2
     assert [chunk.hits for chunk in kv_cache.chunks()] == [1, 1]
     kv_cache.release(first)

@@ -30,11 +30,6 @@ class StepParts:
     """In the attention modules, their linear layers excluded: rotation, writing keys, reading keys, merging."""
 
     @property
-    def outside_share(self) -> float:
-        """Share of a step that is neither in linear layers nor in attention."""
-        return max(0.0, 1 - (self.linear + self.attention) / self.step) if self.step else 0.0
-
-    @property
     def beside_linear_share(self) -> float:
         """Share of a step outside the linear layers, attention included."""
         return max(0.0, 1 - self.linear / self.step) if self.step else 0.0

@@ -81,11 +81,6 @@ class ChunkCacheStats:
         """Hits per lookup; 0.0 before the first one."""
         return self.hits / self.lookups if self.lookups else 0.0
 
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Prefix hit tokens per token looked up; 0.0 before the first one."""
-        return self.prefix_hit_tokens / self.prefix_lookup_tokens if self.prefix_lookup_tokens else 0.0
-
 
 @dataclass(slots=True)
 class Counters:

@@ -16,10 +16,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _widened(x):
-    """8 bits in float32. Those with 5 bits of exponent are the upper half of a float16.
-
-    Triton 3.6 converts these with an instruction of compute capability 8.9, on 8.0, too.
-    """
+    """8 bits in float32; Triton 3.6 converts float8_e5m2, the upper half of a float16, for capability 8.9 only."""
     if x.dtype == tl.float8e5:
         return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return x.to(tl.float32)
