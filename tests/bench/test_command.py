@@ -50,7 +50,7 @@ def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) 
     assert any(
         "vLLM in bfloat16 is left out" in note or "vLLM in float32 is left out" in note for note in content["notes"]
     )
-    assert "first token, new documents: off by on" in result.output
+    assert "/ ours" in result.output
     assert (tmp_path / "bench-reader-quick.md").read_text().startswith("# reader: quick run")
     assert len(list(tmp_path.glob("*.png"))) == (4 if can_plot() else 0)
 

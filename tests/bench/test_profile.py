@@ -9,8 +9,7 @@ import torch
 from support.families import build
 
 from kvmosaic.bench.peers.own import OwnPeer
-from kvmosaic.bench.profile import StepParts, profile_answers
-from kvmosaic.bench.targets import step_targets
+from kvmosaic.bench.profile import profile_answers
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
@@ -50,16 +49,3 @@ def test_batches_that_are_compared_take_turns(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [1] + [1] * 3 + [1, 3, 1, 3], "first the documents, one by one"
     assert (one.name, one.width, three.name, three.width) == ("one", 1, "three", 3)
     assert one.attention > 0 and three.attention > 0
-
-
-def test_attention_of_private_copies_is_set_against_that_of_shared_documents() -> None:
-    shared, private = (
-        StepParts(f"{kind}-8", "float32", 8, 1.0, 0.5, seconds) for kind, seconds in (("shared", 0.1), ("private", 0.4))
-    )
-    (target,) = step_targets([shared, private])
-    assert target.measured == 4 and target.is_reached
-    parts = StepParts("permuted", "float32", 1, 1.0, 0.8, 0.1)
-    assert 0 < parts.beside_linear_share < 1
-    (target,) = step_targets([parts])
-    assert round(target.measured, 6) == 0.2 and not target.is_reached
-    assert step_targets([StepParts("permuted", "float32", 1, 0.0, 0.0, 0.0)]) == []

@@ -249,6 +249,5 @@ def bench_command(
         tuple(workload or ()),
         engines.peers(),
         seed,
-        not quick and not workload,
     )
     bench(campaign, output, as_json=as_json)

@@ -14,7 +14,6 @@ import torch
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
@@ -23,9 +22,7 @@ from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
-from kvmosaic.bench.startup_time import starting_seconds
 from kvmosaic.bench.subject import open_subject
-from kvmosaic.bench.targets import Target, step_targets, targets
 from kvmosaic.bench.workload import Workload
 from kvmosaic.bench.workloads import build_workloads
 from kvmosaic.errors import InvalidConfig
@@ -35,11 +32,6 @@ from kvmosaic.prompt import Prompt
 _MAX_THREADS = 1_024
 _SHARING_ROUNDS = 3
 """Number of times shared and private documents alternate while steps are profiled."""
-_TARGET_TOKENS = FULL.documents * FULL.document_tokens
-_NOT_AS_STATED = (
-    f"The targets are stated for {' and '.join(RANDOM_MODELS)} with {FULL.documents} documents of "
-    f"{FULL.document_tokens} tokens; a smaller model or shorter documents leave less to be saved."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +46,6 @@ class Campaign:
     """Names of `FAMILIES`; none: all."""
     peers: PeerOptions = field(default_factory=PeerOptions)
     seed: int = 0
-    is_start_measured: bool = False
-    """Whether to measure the start of the command itself."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.peers.threads <= _MAX_THREADS:
@@ -84,14 +74,9 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     subject = open_subject(campaign.model, campaign.dtypes, scratch)
     sizes = campaign.sizes.within(subject.first.max_positions)
     notes = [] if sizes == campaign.sizes else [f"Fewer documents per prompt: {campaign.model} has fewer positions."]
-    if not subject.is_file and (
-        campaign.model not in RANDOM_MODELS or sizes.documents * sizes.document_tokens < _TARGET_TOKENS
-    ):
-        notes.append(_NOT_AS_STATED)
     workloads = build_workloads(list(campaign.workloads), sizes, subject.first.vocab_size, campaign.seed)
     weights = subject.weights
     formats = [name for name, model in subject.models.items() if isinstance(model, LoadedModel)]
-    max_sharers = _max_sharers(workloads)
     watcher.stage("measuring the limits of this machine")
     limits = measure_limits(campaign.peers.threads, formats)
     watcher.stage("opening the engines")
@@ -107,10 +92,6 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         workloads = []
     watcher.stage("looking into the steps")
     parts = _profiles(peers, workloads, sizes)
-    found = [*targets(rows, limits, weights, max_sharers, campaign.peers.strategy), *step_targets(parts)]
-    if campaign.is_start_measured and not was_interrupted:
-        watcher.stage("starting the command")
-        found += _start_targets()
     return BenchReport(
         model=campaign.model,
         preset=campaign.preset,
@@ -121,7 +102,6 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         weights=weights,
         rows=rows,
         parts=parts,
-        targets=found,
         notes=notes + left_out,
         seconds=time.monotonic() - begin,
     )
@@ -146,7 +126,7 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
 
 def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
     """Profiles the steps of our engine, for single prompts and for the maximum number of sharers."""
-    most = _max_sharers(workloads)
+    most = max((round(workload.x) for workload in workloads if workload.figure == "sharers"), default=1)
     last = {workload.name: workload.batches[-1] for workload in workloads}
     parts = []
     for peer in peers:
@@ -159,14 +139,3 @@ def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> lis
                 parts += profile_answers(peer, batches, max(sizes.answer, 4), rounds)
         peer.reset()
     return parts
-
-
-def _max_sharers(workloads: list[Workload]) -> int:
-    return max((round(workload.x) for workload in workloads if workload.figure == "sharers"), default=1)
-
-
-def _start_targets() -> list[Target]:
-    return [
-        Target("start of kvmosaic --help", 0.3, starting_seconds("help"), is_most=True, unit="s"),
-        Target("start of kvmosaic run to the end of one token", 5, starting_seconds("answer"), is_most=True, unit="s"),
-    ]

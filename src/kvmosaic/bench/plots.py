@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmosaic.bench.measurement import BenchRow
+from kvmosaic.bench.peers.peer import OFF, OWN
 from kvmosaic.bench.report import BenchReport
-from kvmosaic.bench.targets import OFF, OWN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

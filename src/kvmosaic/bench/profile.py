@@ -29,11 +29,6 @@ class StepParts:
     attention: float
     """In the attention modules, their linear layers excluded: rotation, writing keys, reading keys, merging."""
 
-    @property
-    def beside_linear_share(self) -> float:
-        """Share of a step outside the linear layers, attention included."""
-        return max(0.0, 1 - self.linear / self.step) if self.step else 0.0
-
 
 def profile_answers(
     peer: OwnPeer, batches: Mapping[str, Sequence[Prompt]], num_answer: int, rounds: int = 1

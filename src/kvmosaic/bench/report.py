@@ -16,18 +16,19 @@ from kvmosaic.bench.limits import Limits
 from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
+from kvmosaic.bench.peers.peer import OWN
 from kvmosaic.bench.profile import StepParts
 from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.targets import Target
 from kvmosaic.console.text import duration_text, printable, size_text
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON."""
 _HEADINGS = (
     "workload",
     "engine",
     "dtype",
     "first token",
+    "/ ours",
     "per token",
     "tokens/s",
     "CPU time",
@@ -36,15 +37,16 @@ _HEADINGS = (
     "KV held",
     "peak memory",
 )
-_NARROW_HEADINGS = ("workload", "engine", "first token", "per token", "computed", "of the limit")
+_NARROW_HEADINGS = ("workload", "engine", "first token", "/ ours", "per token", "computed")
 _WIDE_COLUMNS = 140
 """Columns of a terminal from which on all headings have room."""
 LEGEND = (
-    "first token, per token: median, and in brackets the quarter and three quarters of the sorted values; tokens/s: "
-    "answered tokens by all time; CPU time: of the engine's process for a batch, median; computed: prompt tokens that "
-    "went through the model, on average; of the limit: least possible time (multiplications of the linear layers or "
-    "bytes to be read, measured here) by measured time, for the first and for later tokens; KV held: keys and values "
-    "kept after a batch; peak memory: resident memory added by one batch at most"
+    "first token, per token: median, and in brackets the quarter and three quarters of the sorted values; / ours: the "
+    "first token's time by kvmosaic's in the same workload; tokens/s: answered tokens by all time; CPU time: of the "
+    "engine's process for a batch, median; computed: prompt tokens that went through the model, on average; of the "
+    "limit: least possible time (multiplications of the linear layers or bytes to be read, measured here) by measured "
+    "time, for the first and for later tokens; KV held: keys and values kept after a batch; peak memory: resident "
+    "memory added by one batch at most"
 )
 
 
@@ -62,7 +64,6 @@ class BenchReport:
     """By dtype."""
     rows: list[BenchRow]
     parts: list[StepParts]
-    targets: list[Target]
     notes: list[str]
     """Remarks for the reader: omitted engines, reduced sizes."""
     seconds: float
@@ -81,7 +82,6 @@ class BenchReport:
             "weights": {dtype: asdict(weight) for dtype, weight in self.weights.items()},
             "rows": [row.to_dict() for row in self.rows],
             "step_parts": [asdict(part) for part in self.parts],
-            "targets": [{**asdict(target), "is_reached": target.is_reached} for target in self.targets],
             "notes": self.notes,
             "seconds": self.seconds,
         }
@@ -90,9 +90,8 @@ class BenchReport:
     def to_markdown(self) -> str:
         """Tables for people."""
         parts = [f"# {self.model}: {self.preset} run", _heading(self), *self.notes]
-        if self.targets:
-            parts.append(markdown_table(("target", "wanted", "measured", "reached"), _target_cells(self.targets)))
-        parts += [markdown_table(_HEADINGS, [_cells(row) for row in self.rows]), LEGEND[0].upper() + LEGEND[1:] + "."]
+        cells = [_cells(row, self.rows) for row in self.rows]
+        parts += [markdown_table(_HEADINGS, cells), LEGEND[0].upper() + LEGEND[1:] + "."]
         return "\n\n".join(parts) + "\n"
 
     def to_tables(self, width: int = _WIDE_COLUMNS) -> Group:
@@ -101,7 +100,7 @@ class BenchReport:
         rows = Table(*(_NARROW_HEADINGS if is_narrow else _HEADINGS), box=None, pad_edge=False, header_style="dim")
         before = ""
         for row in self.rows:
-            cells = _narrow_cells(row, len(self.weights) > 1) if is_narrow else _cells(row)
+            cells = _narrow_cells(row, self.rows, len(self.weights) > 1) if is_narrow else _cells(row, self.rows)
             first, *others = map(printable, cells)
             rows.add_row(first if row.workload != before else "", *others)
             before = row.workload
@@ -111,11 +110,6 @@ class BenchReport:
             Text(),
             rows,
         ]
-        if self.targets:
-            wanted = Table("target", "wanted", "measured", "reached", box=None, pad_edge=False, header_style="dim")
-            for cells in _target_cells(self.targets):
-                wanted.add_row(*cells)
-            parts += [Text(), wanted]
         legend = f"{LEGEND}; in {_WIDE_COLUMNS} columns or with --output all of it is shown" if is_narrow else LEGEND
         return Group(*parts, Text("\n" + legend, style="dim"))
 
@@ -144,7 +138,13 @@ def _heading(report: BenchReport) -> str:
     )
 
 
-def _cells(row: BenchRow) -> tuple[str, ...]:
+def _times_ours(row: BenchRow, rows: Sequence[BenchRow]) -> str:
+    """The first token's time by that of our engine in the same workload, in its best dtype."""
+    ours = [own.first.median for own in rows if own.workload == row.workload and own.peer == OWN and own.first]
+    return "–" if row.first is None or not ours or row.peer == OWN else f"{row.first.median / min(ours):.3g}x"
+
+
+def _cells(row: BenchRow, rows: Sequence[BenchRow]) -> tuple[str, ...]:
     computed = f"{sum(row.num_computed) / len(row.num_computed):.0f}" if row.num_computed else "–"
     shares = [
         f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
@@ -156,6 +156,7 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
         row.peer,
         row.dtype,
         _spread_text(row.first),
+        _times_ours(row, rows),
         _spread_text(row.token),
         f"{row.tokens_per_second:.1f}",
         duration_text(row.cpu.median if row.cpu else None),
@@ -166,26 +167,14 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     )
 
 
-def _narrow_cells(row: BenchRow, has_dtypes: bool) -> tuple[str, ...]:
-    workload, engine, dtype, _, _, _, _, computed, limit, _, _ = _cells(row)
+def _narrow_cells(row: BenchRow, rows: Sequence[BenchRow], has_dtypes: bool) -> tuple[str, ...]:
+    workload, engine, dtype, _, ratio, _, _, _, computed, *_ = _cells(row, rows)
     first, token = (duration_text(spread.median if spread else None) for spread in (row.first, row.token))
     engine = engine.replace("chunk cache off", "cache off")
-    return workload, f"{engine}, {dtype}" if has_dtypes else engine, first, token, computed, limit
+    return workload, f"{engine}, {dtype}" if has_dtypes else engine, first, ratio, token, computed
 
 
 def _spread_text(spread: Spread | None) -> str:
     if spread is None:
         return "–"
     return f"{duration_text(spread.median)} ({duration_text(spread.low)}–{duration_text(spread.high)})"
-
-
-def _target_cells(targets: Sequence[Target]) -> list[tuple[str, ...]]:
-    return [
-        (
-            target.what,
-            f"{'at most' if target.is_most else 'at least'} {target.wanted:g}{target.unit}",
-            f"{target.measured:.3g}{target.unit}",
-            "yes" if target.is_reached else "no",
-        )
-        for target in targets
-    ]

@@ -181,7 +181,9 @@ def attend_walks(
             if IS_MASKED:
                 mask = tl.load(segment + 5)
                 mask_at = masks + mask + (first_row + row[:, None]) * tl.load(segment + 6) + slot[None, :]
-                is_seen = is_seen & (tl.load(mask_at, mask=is_seen & (mask >= 0), other=1) != 0)
+                # compared as a block: the interpreter of Triton 3.9 makes int64 of a comparison that is spread
+                has_mask = (slot * 0 + mask >= 0)[None, :]
+                is_seen = is_seen & (tl.load(mask_at, mask=is_seen & has_mask, other=1) != 0)
             scores = tl.where(is_seen, scores * LOG2_E, -float("inf"))
             # a lane that has seen no key keeps -inf, and -inf - -inf is NaN
             new_highest = tl.maximum(highest, tl.max(scores, 1))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvmosaic.assembly import AnyModel
-from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes
+from kvmosaic.bench.peers.peer import OFF, OWN, BatchTimes, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.chunk_cache import AUTO_SIZE
 from kvmosaic.llm import LLM
@@ -22,7 +22,7 @@ class OwnPeer:
         self, model: AnyModel, *, enable_chunk_cache: bool, strategy: str = "shared", capacity: str | None = None
     ) -> None:
         self.is_ours = enable_chunk_cache
-        self.name = "kvmosaic" if enable_chunk_cache else "kvmosaic, chunk cache off"
+        self.name = OWN if enable_chunk_cache else OFF
         self.dtype = model.weight_type
         self.process_id = os.getpid()
         self.llm = LLM(

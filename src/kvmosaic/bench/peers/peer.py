@@ -8,6 +8,8 @@ from typing import Protocol
 
 from kvmosaic.prompt import Prompt
 
+OWN, OFF = "kvmosaic", "kvmosaic, chunk cache off"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
