@@ -32,6 +32,15 @@ def rows(some: tuple[int, int], much: tuple[int, int] = (20, 20)) -> list[TaskRo
     return found
 
 
+def test_right_answers_among_similar_records_come_first() -> None:
+    found = [row(FULL, "similar", 18, 18), row(NONE, "similar", 7, 18), row(SOME, "similar", 12, 18, repaired=15)]
+    said, *_ = findings([*rows(some=(20, 20)), *found])
+    assert said == (
+        "Right answers among similar records (similar), of 20: full attention 18; sequential, system, none 7; "
+        "sequential, system, query(0.15) 12."
+    )
+
+
 def test_row_tells_accuracy_cost_and_times() -> None:
     some = row(SOME, "one", 15, 18, repaired=15, first=0.25)
     assert (some.num_cases, some.accuracy, some.repaired) == (20, 0.75, 0.15)

@@ -39,6 +39,8 @@ class Case:
     """Every answer that is accepted; the best match counts. Empty: the case is unlabelled, and has no score."""
     documents: tuple[Document, ...] = ()
     system: str | None = None
+    others: tuple[str, ...] = ()
+    """Answers to the same question about other documents: an answer that has one of them is wrong."""
     needs: tuple[int, ...] = ()
     """Numbers of the documents (from 0) needed for the answer; empty: unknown."""
     metric: Metric = "exact"
@@ -58,7 +60,7 @@ class Case:
         self._check(
             len(self.answers) <= MAX_ANSWERS, f"at most {MAX_ANSWERS} answers are allowed, got {len(self.answers)}"
         )
-        for answer in self.answers:
+        for answer in (*self.answers, *self.others):
             self._check_text("answer", answer, MAX_ANSWER_CHARACTERS)
         self._check(
             isinstance(self.documents, tuple) and all(isinstance(document, Document) for document in self.documents),

@@ -17,8 +17,8 @@ from kvmosaic.engine import Request
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import CaseResult
-from kvmosaic.eval.scores import score
-from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.eval.scores import score_case
+from kvmosaic.eval.variants import FULL, OTHER_ORDER, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.repair import ChunkSignals, RepairPolicy, Signal, repair_policy
@@ -165,7 +165,7 @@ def try_way(llm: LLM, way: Variant, prompt: Prompt) -> None:
     Raises:
         InvalidRepair, NotMovable: the variant does not suit the model.
     """
-    _answer(llm, way, prompt, 1, None)
+    _answer(llm, FULL if way == OTHER_ORDER else way, prompt, 1, None)
 
 
 def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseResult]:
@@ -178,7 +178,7 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseRes
     reference = _Reference(
         text, said.token_ids, own.scoring.distributions, tuple(own.scoring.greedy_token_ids), accepted
     )
-    right = score(case.metric, text, case.answers) if case.is_labelled else None
+    right = score_case(case, text)
     reading = _reading(output, case, prompt, text, right)
     return reference, replace(reading, loss=None if gold is None else gold.score().loss)
 
@@ -186,6 +186,9 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseRes
 def _ask_way(
     llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool
 ) -> CaseResult:
+    if way == OTHER_ORDER:
+        documents = (*case.documents[1:], *case.documents[:1])
+        prompt, way = prompt_of(llm, replace(case, documents=documents, needs=())), FULL
     recalled = Recalled.of(way.repair)
     output = _answer(llm, way, prompt, 1, recalled)
     own, gold = _scores(llm, way, prompt, reference.token_ids, reference.accepted, recalled)
@@ -197,7 +200,7 @@ def _ask_way(
         text = reference.text
         if tuple(own.scoring.greedy_token_ids) != reference.token_ids:  # otherwise it continues as full attention does
             text = _answer(llm, way, prompt, case.answer_tokens, recalled).outputs[0].text.strip()
-        right = score(case.metric, text, case.answers)
+        right = score_case(case, text)
     return replace(
         _reading(output, case, prompt, text, right),
         loss=None if gold is None else gold.score().loss,

@@ -20,7 +20,7 @@ from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
 from kvmosaic.eval.loaders.records import JSONField
-from kvmosaic.eval.tasks import TASKS, task
+from kvmosaic.eval.tasks import USUAL_TASKS, task
 from kvmosaic.prompt import Document
 
 MAX_FILE_BYTES = 2**26
@@ -204,7 +204,7 @@ def own_questions(folder: Path | None, questions: Path | None) -> OwnQuestions |
 
 
 def gather(
-    tasks: Sequence[str] = tuple(TASKS),
+    tasks: Sequence[str] = USUAL_TASKS,
     data: Sequence[Path] = (),
     *,
     count: int | None = None,

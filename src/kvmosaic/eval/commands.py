@@ -48,8 +48,8 @@ Capacity = Annotated[
     str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
 ]
 TASKS_HELP = (
-    "one-hop(documents), two-hop, story, order, needle(documents), long(tokens), parted by commas. Default: {}; none "
-    "with --data or --questions."
+    "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), similar-long, and "
+    "similar-de, -es, -fr, -ru, -zh, parted by commas. Default: {}; none with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
 _LOADING = "dtype device num_threads quantization engine kv_cache_dtype"
@@ -139,7 +139,7 @@ def eval_model(opening: ModelOptions, capacity: str) -> EvalModel:
 def eval_command(
     opening: Annotated[ModelOptions, Takes(f"{_LOADING} adapter")],
     asked: QuestionOptions,
-    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("all"))] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("the first seven"))] = None,
     repair: Annotated[
         str,
         typer.Option(
@@ -162,21 +162,21 @@ def eval_command(
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
     from kvmosaic.eval.cases import parts_of
-    from kvmosaic.eval.tasks import TASKS
-    from kvmosaic.eval.variants import variants
+    from kvmosaic.eval.tasks import USUAL_TASKS
+    from kvmosaic.eval.variants import OTHER_ORDER, variants
 
     model = eval_model(opening, capacity)
-    chosen = variants(
+    full, *others = variants(
         parts_of("--repair", repair),
         parts_of("--strategies", strategies),
         parts_of("--contexts", contexts),
         model.adapter_names,
     )
-    found = asked.cases(tasks, tuple(TASKS), cases)
+    found = asked.cases(tasks, USUAL_TASKS, cases)
 
     from kvmosaic.eval.evaluate import run_evaluation
 
-    run_evaluation(model, found, chosen, asked.seed, output, as_json=as_json, log=resume)
+    run_evaluation(model, found, (full, OTHER_ORDER, *others), asked.seed, output, as_json=as_json, log=resume)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def tune_command(
     goal: GoalOptions,
     asked: QuestionOptions,
     target: ProfileOptions,
-    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("two-hop,story"))] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("similar,two-hop,story"))] = None,
     repair: Annotated[
         str | None,
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
@@ -284,7 +284,7 @@ def tune_command(
     chosen = variants(
         repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts), model.adapter_names
     )
-    found = asked.cases(tasks, ("two-hop", "story"), 64 if cases is None and not asked.is_own else cases)
+    found = asked.cases(tasks, ("similar", "two-hop", "story"), 64 if cases is None and not asked.is_own else cases)
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
 

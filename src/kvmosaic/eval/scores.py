@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.case import METRICS, Metric
+from kvmosaic.eval.case import METRICS, Case, Metric
 
 MAX_COMPARED_WORDS = 2**24
 """ROUGE-L compares every word of the answer with every word of the accepted one; this many pairs take seconds."""
@@ -44,6 +44,14 @@ def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
     if not accepted:
         raise InvalidConfig("nothing can be scored without an accepted answer; give at least one")
     return _SCORES[metric](said, accepted)
+
+
+def score_case(case: Case, said: str) -> float | None:
+    """The score of an answer to a case; 0 with another document's answer in it, None if none is known."""
+    if not case.is_labelled:
+        return None
+    is_mixed_up = any(other.lower() in said.lower() for other in case.others)
+    return 0.0 if is_mixed_up else score(case.metric, said, case.answers)
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:

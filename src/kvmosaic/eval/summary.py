@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvmosaic.eval.rows import TaskRow, percentile
-from kvmosaic.eval.variants import Variant
+from kvmosaic.eval.variants import OTHER_ORDER, Variant
 
 BUDGET = 0.15
 """Maximum share of document tokens that a policy within the budget repairs."""
@@ -97,7 +97,9 @@ def findings(rows: Sequence[TaskRow]) -> list[str]:
     summaries = summarize(rows)
     nearest = min((each for each in summaries if each.is_in_budget), key=lambda each: each.divergence, default=None)
     within = [summary for summary in summaries if summary.is_in_budget and summary.ratio is not None]
-    said = []
+    said = similar_text(rows)
+    if (other := next((each for each in summaries if each.way == OTHER_ORDER), None)) is not None:
+        said.append(f"The yardstick, read in full with the first document last: {nearness_text(other)}.")
     if within:
         best = min(within, key=_preference)
         assert best.ratio is not None and best.worst_ratio is not None
@@ -111,6 +113,17 @@ def findings(rows: Sequence[TaskRow]) -> list[str]:
     if nearest is not None:
         said.append(f"Nearest to full attention with so few is {nearest.way}: {nearness_text(nearest)}.")
     return [*said, *doubts(rows)]
+
+
+def similar_text(rows: Sequence[TaskRow]) -> list[str]:
+    """Right answers among similar records, of full attention and of every variant: one sentence for each such task."""
+    said = []
+    for task in dict.fromkeys(row.task for row in rows if row.task.startswith("similar")):
+        own = [row for row in rows if row.task == task and row.accuracy is not None]
+        rights = [f"{row.way} {sum(reading.score == 1 for reading in row.readings)}" for row in own]
+        if own:
+            said.append(f"Right answers among similar records ({task}), of {own[0].num_cases}: {'; '.join(rights)}.")
+    return said
 
 
 def nearness_text(summary: Summary) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
 from types import MappingProxyType
 from typing import Protocol
 
@@ -19,6 +21,7 @@ from kvmosaic.eval.text.recipes import (
     order_example,
     story_example,
 )
+from kvmosaic.eval.text.similar_records import LANGUAGES, MAX_RECORDS, similar_records
 from kvmosaic.prompt import Document
 
 __all__ = ["FORMS", "TASKS", "Long", "Needle", "OneHop", "Order", "Story", "Task", "TwoHop", "task"]
@@ -39,11 +42,20 @@ class Task(Protocol):
         """
 
 
-def draw(task: object, seed: int, count: int, make: Callable[[TextSource, str], Case]) -> list[Case]:
-    """Cases from one source, each with an id of its own; every case has documents that no other has."""
+def check_draw(seed: int, count: int) -> None:
+    """Checks what cases are drawn with.
+
+    Raises:
+        InvalidConfig: a seed or a count outside its range.
+    """
     for name, value, low, high in (("seed", seed, 0, MAX_SEED), ("cases", count, 1, MAX_TASK_CASES)):
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise InvalidConfig(f"{name} must be a whole number from {low} to {high}, got {value!r:.80}")
+
+
+def draw(task: object, seed: int, count: int, make: Callable[[TextSource, str], Case]) -> list[Case]:
+    """Cases from one source, each with an id of its own; every case has documents that no other has."""
+    check_draw(seed, count)
     source = TextSource(seed, "held_out")
     return [make(source, f"{task}:{seed}:{number}") for number in range(count)]
 
@@ -52,7 +64,7 @@ def case_of(task: object, case_id: str, example: Example, question: Question) ->
     """One question of an example, with all of its documents."""
     needs = question.needs or ((question.document,) if question.document >= 0 else ())
     documents = tuple(Document(document.text, document.title) for document in example.documents)
-    return Case(case_id, str(task), question.text, (question.answer,), documents, example.system, needs)
+    return Case(case_id, str(task), question.text, (question.answer,), documents, example.system, needs=needs)
 
 
 def check_size(name: str, what: str, value: object, low: int, high: int) -> None:
@@ -63,6 +75,42 @@ def check_size(name: str, what: str, value: object, low: int, high: int) -> None
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InvalidConfig(f"{name}({what}) takes a whole number from {low} to {high}, got {value!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Similar:
+    """Values of one or two of k records of one kind: near-equal names and numbers. By default 3 to 6 short ones."""
+
+    documents: int = 0
+    language: str = "en"
+    is_long: bool = False
+
+    def __post_init__(self) -> None:
+        if self.documents:
+            check_size(self._name, "documents", self.documents, 3, MAX_RECORDS)
+
+    @property
+    def _name(self) -> str:
+        return "similar" + ("-long" if self.is_long else f"-{self.language}" if self.language != "en" else "")
+
+    def cases(self, seed: int, count: int) -> list[Case]:
+        """See `Task.cases`."""
+        check_draw(seed, count)
+        chance = Random(f"{self._name} {seed}")  # noqa: S311 - a draw that can be repeated, and no secret
+        return [self._case(chance, f"{self}:{seed}:{number}", number) for number in range(count)]
+
+    def _case(self, chance: Random, case_id: str, number: int) -> Case:
+        count = self.documents or chance.randint(3, MAX_RECORDS if self.is_long else 6)
+        num_more = chance.randint(3, 5) if self.is_long else chance.randint(0, 1)
+        drawn = similar_records(chance, self.language, count, num_more, 2 if number % 4 == 3 else 1)
+        documents = tuple(Document(record) for record in drawn.records)
+        return Case(
+            *(case_id, str(self), drawn.question, drawn.answers, documents, drawn.system, drawn.others, drawn.needs),
+            metric="contains_all",
+        )
+
+    def __str__(self) -> str:
+        return f"{self._name}({self.documents})" if self.documents else self._name
 
 
 _ONE_HOP_DOCUMENTS, _MAX_ONE_HOP_DOCUMENTS = 6, 64
@@ -201,10 +249,25 @@ class Long:
 
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"one-hop": OneHop, "two-hop": TwoHop, "story": Story, "order": Order, "needle": Needle, "long": Long}
+    {
+        "similar": Similar,
+        "one-hop": OneHop,
+        "two-hop": TwoHop,
+        "story": Story,
+        "order": Order,
+        "needle": Needle,
+        "long": Long,
+    }
+    | {f"similar-{language}": partial(Similar, language=language) for language in LANGUAGES[1:]}
+    | {"similar-long": partial(Similar, is_long=True)}
 )
-FORMS = "one-hop(documents), two-hop, story, order, needle(documents), long(tokens)"
-_SIZED = (OneHop, Needle, Long)
+USUAL_TASKS = tuple(TASKS)[:7]
+"""Those that are asked if none is named."""
+FORMS = (
+    "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), "
+    f"similar-long(documents), similar-({'|'.join(LANGUAGES[1:])})(documents)"
+)
+_UNSIZED = (TwoHop, Story, Order)
 _FORM = re.compile(r"([a-z-]+)(?:\(\s*([0-9]{1,9})\s*\))?")
 _MAX_CHARACTERS = 100
 
@@ -221,6 +284,6 @@ def task(text: str) -> Task:
     make = TASKS[form[1]]
     if form[2] is None:
         return make()
-    if make not in _SIZED:
+    if make in _UNSIZED:
         raise InvalidConfig(f"the task {form[1]} has one size only, got {text!r}; the forms are {FORMS}")
     return make(int(form[2]))

@@ -21,7 +21,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, Measured, measure
 from kvmosaic.eval.report import increase, percent, terminal_table, way_text
 from kvmosaic.eval.rows import TaskRow
-from kvmosaic.eval.summary import Summary, doubts, summarize
+from kvmosaic.eval.summary import Summary, doubts, similar_text, summarize
 from kvmosaic.eval.tuner import Tuned, choose
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile
@@ -62,7 +62,7 @@ def tune(tuning: Tuning, *, as_json: bool = False) -> bool:
     is_written = tuned.is_reached or tuning.is_best_effort
     if is_written:
         write_profile(profile, place)
-    said = [*tuned.said, *_slow(tuned, rows), *doubts(rows), *measured.evaluation.notes]
+    said = [*similar_text(rows), *tuned.said, *_slow(tuned, rows), *doubts(rows), *measured.evaluation.notes]
     if as_json:
         console.file.write(json.dumps(_fields(measured, profile, said, place if is_written else None), indent=1) + "\n")
         return is_written

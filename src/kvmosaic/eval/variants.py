@@ -42,6 +42,8 @@ class Variant:
 
 FULL = Variant("sequential", "system", str(FullRepair()))
 """Ordinary causal attention over the whole prompt, without reuse."""
+OTHER_ORDER = Variant("sequential", "system", f"{FULL.repair}, first document last")
+"""The same over the documents with the first one at the end: what a divergence is worth that another order has, too."""
 
 
 def variants(
