@@ -20,7 +20,7 @@ import httpx
 import pytest
 from support.target import QUESTION, Target, headers_of
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper bridge".split()
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}

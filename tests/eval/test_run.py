@@ -16,7 +16,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.case_measurement import prompt_of
 from kvmosaic.eval.cases import gather
 from kvmosaic.eval.run import Evaluation, evaluate
-from kvmosaic.eval.tasks import USUAL_TASKS, Long, OneHop, task
+from kvmosaic.eval.tasks import USUAL_TASKS, Long, OneHop, Similar, task
 from kvmosaic.eval.variants import FULL, OTHER_ORDER, Variant, variants
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
@@ -54,15 +54,16 @@ def test_full_attention_reads_the_very_tokens_of_the_composed_prompt(llm: LLM, n
     assert full.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_the_yardstick_is_full_attention_with_the_first_document_last(reader: LoadedModel) -> None:
-    case = OneHop(3).cases(0, 1)[0]
+    case = replace(Similar(3).cases(0, 1)[0], answer_tokens=2)
     turned = replace(case, id="turned", documents=(*case.documents[1:], case.documents[0]), needs=())
     alone = replace(case, id="alone", documents=case.documents[:1], needs=())
     rows = evaluate(reader, [case, turned, alone], [OTHER_ORDER], capacity="64MiB").rows
     full, other = ({reading.case: reading for reading in row.readings} for row in rows)
-    assert other[case.id].divergence > 0 == other["alone"].divergence
+    assert other[case.id].divergence > 1e-3 > other["alone"].divergence
     assert other[case.id].answer == full["turned"].answer
-    assert other[case.id].loss == pytest.approx(full["turned"].loss, abs=1e-3)
+    assert other[case.id].loss == pytest.approx(full["turned"].loss, abs=2e-2)
 
 
 def test_pieces_of_a_long_document_are_its_tokens_cut_at_equal_lengths(llm: LLM) -> None:
