@@ -10,7 +10,7 @@ from kvmosaic.layout import View, arrange, dense, exact_spans, repaired
 from kvmosaic.prompt import Prompt
 
 PLAIN = Prompt.from_tokens([3, 4, 5], [[20, 21, 22, 23], [40, 41]], [90, 91])
-PROMPT = replace(PLAIN, lead_in=(70, 71, 72, 73, 74))
+PROMPT = replace(PLAIN, lead_in=((70, 71, 72, 73, 74),))
 
 
 @pytest.mark.parametrize("strategy", ["shared", "sequential"])
@@ -24,6 +24,16 @@ def test_later_chunks_are_computed_after_the_lead_in_and_read_as_if_it_were_not_
     places = [span.start + view.distance for span, view in zip((system, one, other), question.views, strict=True)]
     assert places == list(without.positions().values()) and question.start == without.last.start
     assert layout.num_tokens == without.num_tokens and layout.is_moved
+
+
+def test_each_document_is_computed_behind_as_many_texts_as_there_are_documents_before_it():
+    prompt = replace(Prompt.from_tokens([3, 4], [[20], [30], [40], [50]], [90]), lead_in=((70, 71), (72,)))
+    _, first, second, *chunks, question = arrange(prompt, "sequential", "lead_in").spans
+    assert (first.start, second.start) == (2, 4) and second.views == (View(0, 0), View(1, 0))
+    assert [chunk.start for chunk in chunks] == [2, 4, 5, 5]
+    assert [len(chunk.views) for chunk in chunks] == [1, 2, 3, 3]
+    assert [view.distance for view in question.views] == [0, 0, -1, -1, 0], "read one after the other"
+    assert not arrange(replace(prompt, lead_in=()), "sequential", "lead_in").spans[1].is_lead_in
 
 
 def test_nothing_but_later_chunks_sees_the_lead_in():
@@ -40,7 +50,7 @@ def test_the_first_chunk_is_exact_and_later_ones_are_not():
 
 
 def test_a_prompt_with_one_chunk_has_no_lead_in():
-    alone = replace(Prompt.from_tokens([3, 4], [[20, 21]], [90]), lead_in=(70, 71))
+    alone = replace(Prompt.from_tokens([3, 4], [[20, 21]], [90]), lead_in=((70, 71),))
     assert arrange(alone, "sequential", "lead_in").spans == arrange(alone, "sequential", "system").spans
 
 
@@ -48,7 +58,7 @@ def test_a_prompt_with_one_chunk_has_no_lead_in():
 def test_without_a_lead_in_the_context_is_the_system_text(strategy):
     assert arrange(PLAIN, strategy, "lead_in") == arrange(PLAIN, strategy, "system")
     bare = Prompt.from_tokens(question=[5])
-    assert arrange(replace(bare, lead_in=(7,)), strategy, "lead_in").spans == arrange(bare, strategy, "system").spans
+    assert arrange(replace(bare, lead_in=((7,),)), strategy, "lead_in").spans == arrange(bare, strategy, "system").spans
 
 
 def test_where_nothing_moves_there_is_no_lead_in():
@@ -73,7 +83,7 @@ def test_parts_of_a_split_document_stand_one_behind_the_other_whatever_they_saw(
         for number, (segment, offset) in enumerate(zip(whole.segments, offsets, strict=True))
     )
     prompt = replace(whole, segments=segments)
-    layout = arrange(replace(prompt, lead_in=(70, 71, 72, 73, 74)), strategy, "lead_in")
+    layout = arrange(replace(prompt, lead_in=((70, 71, 72, 73, 74),)), strategy, "lead_in")
     expected = arrange(prompt, strategy, "system")
     places = [place for index, place in layout.positions().items() if index]
     assert places == [place for index, place in expected.positions().items() if index]

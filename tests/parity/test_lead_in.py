@@ -21,11 +21,12 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
-LEAD_INS = st.lists(st.integers(3, 99), min_size=1, max_size=9).map(tuple)
+TEXTS = st.lists(st.integers(3, 99), min_size=1, max_size=9).map(tuple)
+LEAD_INS = st.lists(TEXTS, min_size=1, max_size=3).map(tuple)
 RUN = {name: each for name, each in settings_of_a_run.items() if name != "context"}
 SYSTEM, QUESTION = [3, 4, 5], [90, 91, 92]
 DOCUMENTS = [list(range(20, 33)), list(range(40, 49)), list(range(60, 75))]
-PROMPT = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION), lead_in=(70, 71, 72, 73, 74))
+PROMPT = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION), lead_in=((70, 71, 72, 73, 74),))
 
 
 @cache
@@ -70,6 +71,21 @@ def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_cach
     check(engine, replace(more, lead_in=PROMPT.lead_in), repair)
 
 
+def test_of_several_texts_only_those_are_computed_that_a_missing_chunk_sees():
+    engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
+    prompt = replace(PROMPT, lead_in=((70, 71), (72, 73, 74), (75, 76)))
+    check(engine, prompt)
+    turned = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[::-1], QUESTION), lead_in=prompt.lead_in)
+    plan = engine.kv_cache.plan(arrange(turned, "sequential", "lead_in"))
+    actions = [(span.kind, span.action) for span in plan.spans if span.kind == "chunk"]
+    assert actions == [("chunk", "compute"), ("chunk", "reuse"), ("chunk", "compute")], "a copy serves its place"
+    one = engine.kv_cache.plan(
+        arrange(replace(turned, segments=turned.segments[:3] + turned.segments[-1:]), "sequential", "lead_in")
+    )
+    assert [span.num_tokens for span in one.spans if span.kind == "lead_in"] == [0], "no text for a copy that is there"
+    check(engine, turned)
+
+
 def test_a_chunk_evicted_between_plan_and_allocation_is_computed_behind_the_lead_in():
     engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
     check(engine, PROMPT)
@@ -78,7 +94,7 @@ def test_a_chunk_evicted_between_plan_and_allocation_is_computed_behind_the_lead
     (*_, chunk) = engine.kv_cache.chunks()
     engine.kv_cache.delete(chunk.key)
     allocation = engine.kv_cache.allocate(plan)
-    assert allocation.spans[1].num_tokens == len(PROMPT.lead_in)
+    assert allocation.spans[1].num_tokens == len(PROMPT.lead_in[0])
     engine.kv_cache.release(allocation)
     engine.check_invariants()
     check(engine, PROMPT)
@@ -97,7 +113,7 @@ def test_chunks_of_many_prompts_are_evicted_and_computed_again_behind_it(prefix_
 
 def test_a_lead_in_that_has_no_room_is_left_out():
     engine = build_engine(loaded("llama"), chunk_context="lead_in", engine_options={"max_model_len": 34})
-    prompt = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[:2], QUESTION), lead_in=PROMPT.lead_in * 5)
+    prompt = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[:2], QUESTION), lead_in=(PROMPT.lead_in[0] * 5,))
     request = check(engine, prompt)
     assert "lead-in" not in request.reuse.composition
 
@@ -115,7 +131,7 @@ def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
             tier_config=tiers,
         ) as llm:
             prompt = llm.compose([{"role": "user", "content": "Where?"}], documents=documents)
-            assert "sea is wide" in llm.model.tokenizer.decode(prompt.lead_in)
+            assert "sea is wide" in llm.model.tokenizer.decode(prompt.lead_in[0])
             (output,) = llm.generate(prompt, GREEDY)
             answers.append((output.outputs[0].token_ids, [segment.tier for segment in output.reuse.segments]))
     (cold, _), (warm, places) = answers

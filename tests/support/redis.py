@@ -35,7 +35,7 @@ class RedisServer:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
                 with self.client() as client:

@@ -144,7 +144,14 @@ def test_a_hung_server_costs_one_pause_and_is_used_again_when_it_goes_on(
             call()
         assert time.monotonic() - start < 15, "not the deadline"
     server.go_on()
-    assert tier.get_many(KEYS, Deadline(10)) == entries
+
+    def is_used_again() -> bool:
+        try:
+            return tier.get_many(KEYS, Deadline(10)) == entries
+        except TierUnavailable:  # on a busy machine, a server that goes on may be late once more
+            return False
+
+    wait_until(is_used_again)
 
 
 class open_tier_closing:  # noqa: N801

@@ -236,7 +236,8 @@ class CacheLookup:
             if chunk is not None and not self._chunks.is_same(chunk, span.root, span.tokens):
                 return None
             here = CacheHit(chunk=chunk)
-            if chunk is None and any(plan.spans[view.span].is_left_out for view in plan.layout.spans[span.index].views):
+            seen = () if span.is_left_out else plan.layout.spans[span.index].views
+            if chunk is None and any(plan.spans[view.span].is_left_out for view in seen):
                 return None  # it was cached when planned, and has been evicted
             if not span.is_chunk:
                 usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is omitted
@@ -385,14 +386,11 @@ def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk 
 
 
 def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
-    """The spans of a plan; a lead-in that no chunk needs takes no blocks and is not computed."""
-    lead_in = next((span.index for span in spans if span.kind is SegmentKind.LEAD_IN), None)
-    is_needed = lead_in is not None and any(
-        span.action == "compute" and any(view.span == lead_in for view in layout.spans[span.index].views)
-        for span in spans[lead_in + 1 :]
-    )
+    """The spans of a plan; a text of the lead-in that no chunk needs takes no blocks and is not computed."""
+    computed = [span.index for span in spans if span.action == "compute" and span.kind is not SegmentKind.LEAD_IN]
+    needed = {view.span for index in computed for view in layout.spans[index].views}
     for span in spans:
-        if span.index == lead_in and not is_needed:
+        if span.kind is SegmentKind.LEAD_IN and span.index not in needed:
             span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
         yield span
 

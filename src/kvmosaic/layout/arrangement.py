@@ -32,9 +32,9 @@ def arrange(
     system segment, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document
     so much later as the document has tokens before it, unless it is a section. The views of texts and question move it.
     Without `moves_sections`, for a model whose keys cannot be moved, a section is like any other part. With the context
-    "lead_in" the prompt's lead-in is between system segment and chunk when the chunk is computed, and is dropped
-    afterwards. The first chunk of a prompt has none: in the prompt, too, no chunk is before it. With `absolute`
-    positions, where nothing moves, and without a lead-in, "lead_in" equals the context "system".
+    "lead_in" texts of the prompt's lead-in are between system segment and chunk when the chunk is computed, and are
+    dropped afterwards: as many as there are documents before it in the prompt, or all, so none for the first document.
+    With `absolute` positions, where nothing moves, and without a lead-in, "lead_in" equals the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -50,18 +50,19 @@ def arrange(
         chunk_context = "system"
     system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
     spans = [Span(system, 0)] if system else []
-    system_end = system.num_tokens if system else 0
-    if chunk_context == "lead_in" and len(prompt.chunks) > 1:
-        spans.append(Span(Segment(SegmentKind.LEAD_IN, prompt.lead_in), system_end, tuple(View(0, 0) for _ in spans)))
+    if chunk_context == "lead_in":
+        for text in prompt.lead_in[: sum(not chunk.continues for chunk in prompt.chunks[1:])]:
+            start, views = spans[-1].end if spans else 0, tuple(View(index, 0) for index in range(len(spans)))
+            spans.append(Span(Segment(SegmentKind.LEAD_IN, text), start, views))
     placed = _Placed(rules, spans, start_of_chunks=_before_chunks(prompt), moves_sections=moves_sections)
     seen_by = iter(seen_chunks(prompt.chunks))
-    is_first = True
+    num_before = -1
     for segment in prompt.segments[1 if system else 0 : -1]:
         if segment.kind is SegmentKind.TEXT:
             placed.add_text(segment)
             continue
-        is_first = not placed.chunks or (is_first and segment.continues)
-        context = () if chunk_context == "none" else _context(spans[: placed.first], is_first=is_first)
+        num_before += not placed.chunks or not segment.continues
+        context = () if chunk_context == "none" else _context(spans[: placed.first], num_before)
         base = spans[context[-1].span].end if context else 0
         views, start = placed.views_of(next(seen_by), base)
         if rules.takes_offsets:
@@ -144,12 +145,10 @@ def _before_chunks(prompt: Prompt) -> int:
     return sum(segment.num_tokens for segment in before)
 
 
-def _context(spans: list[Span], *, is_first: bool) -> tuple[View, ...]:
-    """What every chunk sees: the system segment, and the lead-in unless the chunk is the first document of its prompt.
-
-    Before the first document there is no other in the prompt, too.
-    """
-    return tuple(View(index, 0) for index, span in enumerate(spans) if not (is_first and span.is_lead_in))
+def _context(spans: list[Span], num_before: int) -> tuple[View, ...]:
+    """What a chunk sees: the system segment, and a text of the lead-in for each document before it in the prompt."""
+    num_system = sum(not span.is_lead_in for span in spans)
+    return tuple(View(index, 0) for index in range(min(len(spans), num_system + num_before)))
 
 
 def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:

@@ -319,14 +319,14 @@ class PromptEncoder:
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
 
-    def _lead_in_tokens(self, pieces: Sequence[TextPiece], segments: Sequence[Segment]) -> tuple[int, ...]:
+    def _lead_in_tokens(self, pieces: Sequence[TextPiece], segments: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
         """Lead-in tokens for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
         text = joined(pieces)
         if self._lead_in[0] != text:
             self._lead_in = (text, self._pieces.encode(pieces).token_ids)
-        return self._lead_in[1]
+        return (self._lead_in[1],)
 
     def _from_pieces(
         self,
