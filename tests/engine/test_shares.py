@@ -177,7 +177,7 @@ def test_a_prompt_shares_each_step_with_long_prompts_of_other_tenants() -> None:
     world.run()
 
 
-@pytest.mark.parametrize("each", [2e-5, 1e-4, 2.5e-4, 1e-3])
+@pytest.mark.parametrize("each", [1e-4, 1e-3])
 @pytest.mark.parametrize("prompt", [8, 400])
 @pytest.mark.parametrize("attack", ["endless answers", "long prompts"])
 def test_another_tenant_at_most_doubles_the_wait_after_the_step_under_way(
