@@ -46,7 +46,7 @@ def test_documents_and_questions_become_an_adapter_that_run_takes(place: Path) -
     code, output = run("eval", place / "model", *asked, *ways, "--adapter", f"near={place / 'out'}", "--json")
     assert code == 0, output
     rows = json.loads(output[output.index("{\n") :])["rows"]
-    assert [row["repair"] for row in rows] == ["full", "none", "none + near"]
+    assert [row["repair"] for row in rows] == ["full", "full, first document last", "none", "none + near"]
 
 
 def test_generated_tasks_and_other_layers_can_be_learned(place: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_prompt_shares_each_step_with_long_prompts_of_other_tenants() -> None:
 def test_another_tenant_at_most_doubles_the_wait_after_the_step_under_way(
     attack: str, prompt: int, each: float
 ) -> None:
-    """However long a token takes beside a step: there is no ratio of the two at which shares of steps are lost."""
+    """Whether tokens or steps are what costs."""
     least = 8e-3
     world = World(max_running=32, max_batched_tokens=512, blocks=8_192, costs=(least, each), time_slice_seconds=None)
 

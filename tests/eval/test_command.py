@@ -39,7 +39,7 @@ def test_first_command_prints_tables_and_writes_its_files(tmp_path: Path, monkey
     assert f"M parameters, {'bfloat16' if cpu_has_bfloat16() else 'float32'}, cpu" in content["about"]
     rows = content["rows"]
     assert {row["task"] for row in rows} == {"one-hop(2)", "story"}
-    assert len(rows) == 2 * (2 + 2 * 2 * 2)
+    assert len(rows) == 2 * (1 + 2 * 2 * 2) + 1
     assert sum(row["is_full"] for row in rows) == 2
     assert all(row["cases"] == 2 and len(row["answers"]) == 2 for row in rows)
     assert len(content["summaries"]) == 10
@@ -54,7 +54,7 @@ def test_report_goes_to_standard_output_as_json() -> None:
     result = CliRunner().invoke(app, [*FEW, "--repair", "none", "--strategies", "shared", "--json", "--seed", "5"])
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert (content["seed"], len(content["rows"])) == (5, 6)
+    assert (content["seed"], len(content["rows"])) == (5, 5)
 
 
 def test_own_questions_are_read_from_a_file(tmp_path: Path) -> None:

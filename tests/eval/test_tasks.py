@@ -57,14 +57,17 @@ def test_prompts_are_as_short_as_the_readers_know_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("similar")])
 def test_records_are_alike_and_only_one_has_the_answer(name: str) -> None:
-    for case in task(f"{name}(12)").cases(0, 48):
-        texts = [document.plain_text for document in case.documents]
-        for answer in (*case.answers, *case.others):
-            assert sum(answer in text for text in texts) >= 1
-        assert len({*case.answers, *case.others}) == len(texts), "every record has a value of its own"
-        assert not any(one in other for one in case.answers for other in case.others)
-        assert score_case(case, ", ".join(case.answers)) == 1
-        assert score_case(case, f"{case.answers[0]}, or {case.others[0]}") == 0, "another record's value is wrong"
+    for case in task(f"{name}(12)").cases(0, 100):
+        texts, said = [document.plain_text for document in case.documents], ", ".join(case.answers)
+        for number, answer in zip(case.needs, case.answers, strict=True):
+            assert answer in texts[number]
+        values = {value.casefold() for value in (*case.answers, *case.others)}
+        assert len(values) == len(texts), "every record has a value of its own"
+        assert not any(one in other for one in values for other in values - {one})
+        assert score_case(case, said) == score_case(case, f"{case.question} {said}.") == 1
+        assert score_case(case, f"{said}, or {case.others[0]}") == 0, "another record's value is wrong"
+        assert score_case(case, ", ".join(case.answers[::-1])) == (len(case.answers) == 1), "and so is the other name"
+        assert score_case(case, f"{said}7") == 0 or ord(said[-1]) > 0x2E80, "a part of a longer word is another one"
         assert len(case.needs) == len(case.answers) and "{" not in "".join((case.question, *texts))
 
 
@@ -126,6 +129,7 @@ def test_long_document_is_one_text_of_several_paragraphs() -> None:
         ("two-hop(3)", "has one size only"),
         ("one-hop(0)", "from 1 to 64, got 0"),
         ("similar-de(13)", "from 3 to 12, got 13"),
+        ("similar(0)", "from 3 to 12, got 0"),
         ("needle(1)", "from 2 to 256, got 1"),
         ("long(99999)", "from 4 to 4096, got 99999"),
         ("one-hop(x)", "there is no task 'one-hop(x)'"),

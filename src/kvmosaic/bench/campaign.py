@@ -14,10 +14,8 @@ import torch
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.peers.own import OwnPeer
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
-from kvmosaic.bench.profile import StepParts, profile_answers
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.shares import add_shares
@@ -30,8 +28,6 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 _MAX_THREADS = 1_024
-_SHARING_ROUNDS = 3
-"""Number of times shared and private documents alternate while steps are profiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,6 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     if was_interrupted:
         notes.append("Interrupted: what came later was not measured.")
         workloads = []
-    watcher.stage("looking into the steps")
-    parts = _profiles(peers, workloads, sizes)
     return BenchReport(
         model=campaign.model,
         preset=campaign.preset,
@@ -101,7 +95,6 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         limits=limits,
         weights=weights,
         rows=rows,
-        parts=parts,
         notes=notes + left_out,
         seconds=time.monotonic() - begin,
     )
@@ -122,20 +115,3 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
             raise
         return rows, True
     return rows, False
-
-
-def _profiles(peers: list[Peer], workloads: list[Workload], sizes: Sizes) -> list[StepParts]:
-    """Profiles the steps of our engine, for single prompts and for the maximum number of sharers."""
-    most = max((round(workload.x) for workload in workloads if workload.figure == "sharers"), default=1)
-    last = {workload.name: workload.batches[-1] for workload in workloads}
-    parts = []
-    for peer in peers:
-        if not isinstance(peer, OwnPeer) or not peer.is_ours or not isinstance(peer.llm.model, LoadedModel):
-            continue
-        for names, rounds in ((("permuted",), 1), ((f"shared-{most}", f"private-{most}"), _SHARING_ROUNDS)):
-            batches = {name: last[name] for name in names if name in last}
-            if batches:
-                peer.reset()
-                parts += profile_answers(peer, batches, max(sizes.answer, 4), rounds)
-        peer.reset()
-    return parts

@@ -51,8 +51,6 @@ class BenchRow:
     """Prompts at once."""
     first_seconds: list[float] = field(default_factory=list)
     """Per request."""
-    beside_seconds: list[float] = field(default_factory=list)
-    """TTFT of the prompts run right after it; see `Workload.beside`."""
     token_seconds: list[float] = field(default_factory=list)
     batch_seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -141,9 +139,6 @@ def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> li
             after = resident_bytes(peer.process_id, peak=True)
             if before is not None and after is not None:
                 row.peak_bytes = max(row.peak_bytes or 0, after - before)
-            if peer.is_ours and workload.beside:
-                beside = peer.answer([workload.beside[number]], 1)
-                row.beside_seconds.append(beside.readings[0].first_seconds)
             progress(f"{workload.name}: {peer.name}")
     return rows
 

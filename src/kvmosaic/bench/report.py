@@ -17,7 +17,6 @@ from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import OWN
-from kvmosaic.bench.profile import StepParts
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.console.text import duration_text, printable, size_text
 
@@ -42,11 +41,11 @@ _WIDE_COLUMNS = 140
 """Columns of a terminal from which on all headings have room."""
 LEGEND = (
     "first token, per token: median, and in brackets the quarter and three quarters of the sorted values; / ours: the "
-    "first token's time by kvmosaic's in the same workload; tokens/s: answered tokens by all time; CPU time: of the "
-    "engine's process for a batch, median; computed: prompt tokens that went through the model, on average; of the "
-    "limit: least possible time (multiplications of the linear layers or bytes to be read, measured here) by measured "
-    "time, for the first and for later tokens; KV held: keys and values kept after a batch; peak memory: resident "
-    "memory added by one batch at most"
+    "first token's time by kvmosaic's in the same workload and, if there is one, dtype; tokens/s: answered tokens by "
+    "all time; CPU time: of the engine's process for a batch, median; computed: prompt tokens that went through the "
+    "model, on average; of the limit: least possible time (multiplications of the linear layers or bytes to be read, "
+    "measured here) by measured time, for the first and for later tokens; KV held: keys and values kept after a batch; "
+    "peak memory: resident memory added by one batch at most"
 )
 
 
@@ -63,7 +62,6 @@ class BenchReport:
     weights: dict[str, TokenCost]
     """By dtype."""
     rows: list[BenchRow]
-    parts: list[StepParts]
     notes: list[str]
     """Remarks for the reader: omitted engines, reduced sizes."""
     seconds: float
@@ -81,7 +79,6 @@ class BenchReport:
             "limits": self.limits.to_dict(),
             "weights": {dtype: asdict(weight) for dtype, weight in self.weights.items()},
             "rows": [row.to_dict() for row in self.rows],
-            "step_parts": [asdict(part) for part in self.parts],
             "notes": self.notes,
             "seconds": self.seconds,
         }
@@ -139,8 +136,10 @@ def _heading(report: BenchReport) -> str:
 
 
 def _times_ours(row: BenchRow, rows: Sequence[BenchRow]) -> str:
-    """The first token's time by that of our engine in the same workload, in its best dtype."""
-    ours = [own.first.median for own in rows if own.workload == row.workload and own.peer == OWN and own.first]
+    """The first token's time by that of our engine in the same workload; in the same dtype, if it was measured."""
+    own = [each for each in rows if each.workload == row.workload and each.peer == OWN and each.first]
+    same = [each for each in own if each.dtype == row.dtype] or own
+    ours = [each.first.median for each in same if each.first]
     return "–" if row.first is None or not ours or row.peer == OWN else f"{row.first.median / min(ours):.3g}x"
 
 

@@ -30,8 +30,6 @@ class Workload:
     """The plot it belongs to: documents, hit rate, sharers or orders."""
     x: float = 0.0
     """Its place on that plot."""
-    beside: tuple[Prompt, ...] = ()
-    """One prompt per batch that our engine runs right after it, for comparison at the same moment."""
     is_ours_only: bool = False
     """Whether it runs only on our own engine with its chunk cache."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvmosaic.bench.popularity import draw, zipf_weights
 from kvmosaic.bench.sizes import NUM_TURNS, Sizes
@@ -52,10 +51,7 @@ def _repeated(source: TokenSource) -> list[Workload]:
 
 def _permuted(source: TokenSource) -> list[Workload]:
     about = "known documents in a new order"
-    workload = _known(source, source.sizes.documents, "permuted", about, source.sizes.answer)
-    system = workload.warm[0].segments[0].token_ids
-    bare = tuple(Prompt.from_tokens(system, [], source.question()) for _ in workload.batches)
-    return [replace(workload, beside=bare)]
+    return [_known(source, source.sizes.documents, "permuted", about, source.sizes.answer)]
 
 
 def _partly_known(source: TokenSource) -> list[Workload]:

@@ -39,8 +39,6 @@ class Case:
     """Every answer that is accepted; the best match counts. Empty: the case is unlabelled, and has no score."""
     documents: tuple[Document, ...] = ()
     system: str | None = None
-    others: tuple[str, ...] = ()
-    """Answers to the same question about other documents: an answer that has one of them is wrong."""
     needs: tuple[int, ...] = ()
     """Numbers of the documents (from 0) needed for the answer; empty: unknown."""
     metric: Metric = "exact"
@@ -49,6 +47,10 @@ class Case:
     piece_tokens: int | None = None
     """Length of the pieces into which each document is cut, at any position; each piece is a chunk of its own. None:
     each document is one chunk."""
+    others: tuple[str, ...] = ()
+    """What the same question has as answers for other documents: saying one of them is wrong."""
+    is_ordered: bool = False
+    """Whether its answer depends on the order of its documents."""
 
     def __post_init__(self) -> None:
         self._check_text("id", self.id, MAX_ID_CHARACTERS)

@@ -154,6 +154,8 @@ def ask(
     reference, readings[FULL] = _ask_full(engine_of(FULL), case, prompt)
     progress(1)
     for number, way in enumerate(ways, start=2):
+        if way == OTHER_ORDER and (case.is_ordered or len(case.documents) < 2):
+            continue
         readings[way] = _ask_way(engine_of(way), way, case, prompt, reference, is_scored=is_scored)
         progress(number)
     return readings

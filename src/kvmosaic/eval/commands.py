@@ -49,7 +49,8 @@ Capacity = Annotated[
 ]
 TASKS_HELP = (
     "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), similar-long, and "
-    "similar-de, -es, -fr, -ru, -zh, parted by commas. Default: {}; none with --data or --questions."
+    "similar-de, -es, -fr, -ru, -zh, parted by commas. Default: {} (for the bundled reader without similar); none "
+    "with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
 _LOADING = "dtype device num_threads quantization engine kv_cache_dtype"
@@ -139,7 +140,10 @@ def eval_model(opening: ModelOptions, capacity: str) -> EvalModel:
 def eval_command(
     opening: Annotated[ModelOptions, Takes(f"{_LOADING} adapter")],
     asked: QuestionOptions,
-    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("the first seven"))] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=TASKS_HELP.format("the first seven")),
+    ] = None,
     repair: Annotated[
         str,
         typer.Option(
@@ -161,8 +165,9 @@ def eval_command(
 
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
+    from kvmosaic.assembly import BUNDLED_READER
     from kvmosaic.eval.cases import parts_of
-    from kvmosaic.eval.tasks import USUAL_TASKS
+    from kvmosaic.eval.tasks import READER_TASKS, USUAL_TASKS
     from kvmosaic.eval.variants import OTHER_ORDER, variants
 
     model = eval_model(opening, capacity)
@@ -172,7 +177,7 @@ def eval_command(
         parts_of("--contexts", contexts),
         model.adapter_names,
     )
-    found = asked.cases(tasks, USUAL_TASKS, cases)
+    found = asked.cases(tasks, READER_TASKS if model.model == BUNDLED_READER else USUAL_TASKS, cases)
 
     from kvmosaic.eval.evaluate import run_evaluation
 
@@ -253,7 +258,10 @@ def tune_command(
     goal: GoalOptions,
     asked: QuestionOptions,
     target: ProfileOptions,
-    tasks: Annotated[str | None, typer.Option(metavar="NAMES", help=TASKS_HELP.format("similar,two-hop,story"))] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=TASKS_HELP.format("similar,two-hop,story")),
+    ] = None,
     repair: Annotated[
         str | None,
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
@@ -274,6 +282,7 @@ def tune_command(
     LLM, serve and the other commands follow the profile of a model unless an option overrides it. Exit code 1 if no
     way is good enough; then nothing is written.
     """
+    from kvmosaic.assembly import BUNDLED_READER
     from kvmosaic.eval.cases import parts_of
     from kvmosaic.eval.tuner import LADDER
     from kvmosaic.eval.variants import FULL, variants
@@ -284,7 +293,8 @@ def tune_command(
     chosen = variants(
         repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts), model.adapter_names
     )
-    found = asked.cases(tasks, ("similar", "two-hop", "story"), 64 if cases is None and not asked.is_own else cases)
+    usual = ("similar", "two-hop", "story")[model.model == BUNDLED_READER :]
+    found = asked.cases(tasks, usual, 64 if cases is None and not asked.is_own else cases)
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
 

@@ -18,7 +18,7 @@ from typing import IO, Any
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import CaseResult
-from kvmosaic.eval.variants import Variant
+from kvmosaic.eval.variants import OTHER_ORDER, Variant
 from kvmosaic.prompt import Prompt
 
 FORMAT = 1
@@ -58,9 +58,10 @@ class RunLog:
         self._file.close()
 
     def find(self, digest: str, ways: Iterable[Variant]) -> Readings | None:
-        """Returns the readings of a case, if it has all of these variants."""
+        """Returns the readings of a case, if it has all of these variants; not every case has another order."""
         known = self._known.get(digest, {})
-        return {way: known[way] for way in ways} if all(way in known for way in ways) else None
+        has_all = all(way in known for way in ways if way != OTHER_ORDER)
+        return {way: known[way] for way in ways if way in known} if has_all else None
 
     def add(self, digest: str, readings: Readings) -> None:
         """Writes a finished case, synced to disk on return."""
@@ -109,7 +110,8 @@ class RunLog:
 def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
     """Returns a digest of the case: all prompt tokens, and the scoring."""
     segments = [(str(segment.kind), segment.token_ids) for segment in prompt.segments]
-    content = (segments, case.task, case.answers, case.metric, case.answer_tokens, is_scored)
+    answers = (case.answers, case.others) if case.others else case.answers
+    content = (segments, case.task, answers, case.metric, case.answer_tokens, is_scored)
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 

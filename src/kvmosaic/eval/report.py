@@ -97,7 +97,7 @@ def task_table(rows: Sequence[TaskRow], *, with_context: bool) -> tuple[tuple[st
     tasks = list(dict.fromkeys(row.task for row in rows))
     accuracy = {(row.way, row.task): row.accuracy for row in rows}
     lines = [
-        (way_text(way, with_context=with_context), *(_whole_percent(accuracy[way, task]) for task in tasks))
+        (way_text(way, with_context=with_context), *(_whole_percent(accuracy.get((way, task))) for task in tasks))
         for way in dict.fromkeys(row.way for row in rows)
     ]
     return ("accuracy", *tasks), lines

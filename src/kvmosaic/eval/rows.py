@@ -177,10 +177,16 @@ def rows_of(cases: Sequence[Case], found: Mapping[str, Mapping[Variant, CaseResu
         full = [found[case.id][FULL] for case in own]
         accuracy, loss = _mean([reading.score for reading in full]), _mean([reading.loss for reading in full])
         rows += [
-            TaskRow(way, task, own[0].metric, tuple(found[case.id][way] for case in own), accuracy, loss)
-            for way in found[own[0].id]
+            TaskRow(way, task, own[0].metric, _readings_of(way, own, found), accuracy, loss)
+            for way in dict.fromkeys(way for case in own for way in found[case.id])
         ]
     return tuple(rows)
+
+
+def _readings_of(
+    way: Variant, cases: Sequence[Case], found: Mapping[str, Mapping[Variant, CaseResult]]
+) -> tuple[CaseResult, ...]:
+    return tuple(found[case.id][way] for case in cases if way in found[case.id])
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -169,7 +169,7 @@ class _Run:
             progress,
             is_scored=self._is_scored,
         )
-        readings = {way: found[way] for way in self._ways}
+        readings = {way: found[way] for way in self._ways if way in found}
         if self._log is not None:
             self._log.add(digest, readings)
         return readings

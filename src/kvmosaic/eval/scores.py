@@ -22,6 +22,7 @@ from kvmosaic.eval.case import METRICS, Case, Metric
 MAX_COMPARED_WORDS = 2**24
 """ROUGE-L compares every word of the answer with every word of the accepted one; this many pairs take seconds."""
 
+_FIRST_CJK = 0x2E80
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _ROUGE_WORD = re.compile(r"[a-z0-9]+")
@@ -47,11 +48,24 @@ def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
 
 
 def score_case(case: Case, said: str) -> float | None:
-    """The score of an answer to a case; 0 with another document's answer in it, None if none is known."""
+    """The score of an answer to a case; None if none is known.
+
+    Where other documents have answers, too, it is 1 only with the accepted ones, in the order asked, and no other.
+    """
     if not case.is_labelled:
         return None
-    is_mixed_up = any(other.lower() in said.lower() for other in case.others)
-    return 0.0 if is_mixed_up else score(case.metric, said, case.answers)
+    if not case.others:
+        return score(case.metric, said, case.answers)
+    found = [re.search(_whole(answer), said, re.IGNORECASE) for answer in case.answers]
+    places = [match.start() for match in found if match is not None]
+    is_mixed_up = any(re.search(_whole(other), said, re.IGNORECASE) for other in case.others)
+    return float(len(places) == len(found) and places == sorted(places) and not is_mixed_up)
+
+
+def _whole(value: str) -> str:
+    """A pattern for a value that is no part of a longer word or number; scripts without spaces have no such borders."""
+    borders = ("" if ord(end) >= _FIRST_CJK else r"\b" for end in (value[0], value[-1]))
+    return re.escape(value).join(borders)
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvmosaic.eval.rows import TaskRow, percentile
+from kvmosaic.eval.text.similar_records import SIMILAR
 from kvmosaic.eval.variants import OTHER_ORDER, Variant
 
 BUDGET = 0.15
@@ -118,8 +119,8 @@ def findings(rows: Sequence[TaskRow]) -> list[str]:
 def similar_text(rows: Sequence[TaskRow]) -> list[str]:
     """Right answers among similar records, of full attention and of every variant: one sentence for each such task."""
     said = []
-    for task in dict.fromkeys(row.task for row in rows if row.task.startswith("similar")):
-        own = [row for row in rows if row.task == task and row.accuracy is not None]
+    for task in dict.fromkeys(row.task for row in rows if row.task.partition("(")[0] in SIMILAR):
+        own = [row for row in rows if row.task == task and row.accuracy is not None and row.way != OTHER_ORDER]
         rights = [f"{row.way} {sum(reading.score == 1 for reading in row.readings)}" for row in own]
         if own:
             said.append(f"Right answers among similar records ({task}), of {own[0].num_cases}: {'; '.join(rights)}.")

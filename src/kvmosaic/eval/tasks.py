@@ -64,7 +64,7 @@ def case_of(task: object, case_id: str, example: Example, question: Question) ->
     """One question of an example, with all of its documents."""
     needs = question.needs or ((question.document,) if question.document >= 0 else ())
     documents = tuple(Document(document.text, document.title) for document in example.documents)
-    return Case(case_id, str(task), question.text, (question.answer,), documents, example.system, needs=needs)
+    return Case(case_id, str(task), question.text, (question.answer,), documents, example.system, needs)
 
 
 def check_size(name: str, what: str, value: object, low: int, high: int) -> None:
@@ -81,12 +81,12 @@ def check_size(name: str, what: str, value: object, low: int, high: int) -> None
 class Similar:
     """Values of one or two of k records of one kind: near-equal names and numbers. By default 3 to 6 short ones."""
 
-    documents: int = 0
+    documents: int | None = None
     language: str = "en"
     is_long: bool = False
 
     def __post_init__(self) -> None:
-        if self.documents:
+        if self.documents is not None:
             check_size(self._name, "documents", self.documents, 3, MAX_RECORDS)
 
     @property
@@ -105,8 +105,9 @@ class Similar:
         drawn = similar_records(chance, self.language, count, num_more, 2 if number % 4 == 3 else 1)
         documents = tuple(Document(record) for record in drawn.records)
         return Case(
-            *(case_id, str(self), drawn.question, drawn.answers, documents, drawn.system, drawn.others, drawn.needs),
+            *(case_id, str(self), drawn.question, drawn.answers, documents, drawn.system, drawn.needs),
             metric="contains_all",
+            others=drawn.others,
         )
 
     def __str__(self) -> str:
@@ -169,7 +170,7 @@ class Story:
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = story_example(source, StoryRecipe(questions=_ALL_QUESTIONS))
         question = next(question for question in example.questions if question.needs)
-        return case_of(self, case_id, example, question)
+        return replace(case_of(self, case_id, example, question), is_ordered=True)
 
     def __str__(self) -> str:
         return "story"
@@ -185,7 +186,7 @@ class Order:
 
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = order_example(source, OrderRecipe(questions=1))
-        return case_of(self, case_id, example, example.questions[0])
+        return replace(case_of(self, case_id, example, example.questions[0]), is_ordered=True)
 
     def __str__(self) -> str:
         return "order"
@@ -262,7 +263,9 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
     | {"similar-long": partial(Similar, is_long=True)}
 )
 USUAL_TASKS = tuple(TASKS)[:7]
-"""Those that are asked if none is named."""
+"""The default."""
+READER_TASKS = USUAL_TASKS[1:]
+"""The same for the bundled reader, which has learned no records: where nothing is right, ratios say nothing."""
 FORMS = (
     "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), "
     f"similar-long(documents), similar-({'|'.join(LANGUAGES[1:])})(documents)"

@@ -165,7 +165,7 @@ class Prompt:
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
     lead_in: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
     """Texts before its documents during their prefill, with chunk_context "lead_in": document k (from 0) is computed
-    behind the first k of them."""
+    after the first k of them."""
     adapter: str | None = None
     """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
     prompts with documents only."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -115,6 +116,9 @@ class OutsidePeer:
             self._unread += piece
 
     def _failed(self, what: str) -> EngineError:
+        if what == "ended":
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)  # it closes its output before it has said why
         self._log.seek(max(0, self._log.seek(0, 2) - 500))
         said = self._log.read().decode(errors="replace").strip()
         return EngineError(f"{self.name} {what}; the end of what it printed: {said or '(nothing)'}")

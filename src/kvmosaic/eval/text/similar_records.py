@@ -16,6 +16,8 @@ from random import Random
 from typing import Any
 
 LANGUAGES = ("en", "de", "es", "fr", "ru", "zh")
+SIMILAR = frozenset(("similar", "similar-long", *(f"similar-{language}" for language in LANGUAGES[1:])))
+"""Names of the tasks."""
 MAX_RECORDS = 12
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -37,15 +39,15 @@ def similar_records(chance: Random, language: str, count: int, num_more: int, nu
     texts = _texts(language)
     kind = chance.choice(texts["kind"])
     rows = _rows(chance, kind, count)
-    more = [kind["more"][number % len(kind["more"])] for number in range(num_more)]
-    records = tuple(" ".join([kind["record"], *more]).format(**row) for row in rows)
+    text = ("" if language == "zh" else " ").join([kind["record"], *kind["more"][:num_more]])
+    records = tuple(text.format(**row) for row in rows)
     asked, question = chance.choice(list(kind["questions"].items()))
     needs = tuple(chance.sample(range(count), num_asked))
     questions = [question.format(**rows[number]) for number in needs]
     answers = tuple(rows[number][asked] for number in needs)
     others = tuple(row[asked] for number, row in enumerate(rows) if number not in needs)
-    text = questions[0] if num_asked == 1 else texts["both"].format(first=questions[0], second=questions[1])
-    return SimilarRecords(texts["system"], records, text, answers, needs, others)
+    both = questions[0] if num_asked == 1 else texts["both"].format(first=questions[0], second=questions[1])
+    return SimilarRecords(texts["system"], records, both, answers, needs, others)
 
 
 @cache
@@ -55,17 +57,18 @@ def _texts(language: str) -> dict[str, Any]:
 
 
 def _rows(chance: Random, kind: dict[str, Any], count: int) -> list[dict[str, str]]:
-    """The values of each record; those that a question names or asks for are nowhere twice, nor a part of another."""
+    """The values of each record; what a question names or asks for is unique, and no part of another value."""
     asked = set(kind["questions"]) | set(_PLACE.findall(" ".join(kind["questions"].values())))
     columns = {}
     for name, parts in kind["values"].items():
         values = ["".join(each) for each in product(*(part.split("|") for part in parts))]
         chance.shuffle(values)
         if name in asked:
-            chosen: list[str] = []
+            chosen: dict[str, str] = {}
             for value in values:
-                if not any(value in other or other in value for other in chosen):
-                    chosen.append(value)
-            values = chosen
+                folded = value.casefold()
+                if not any(folded in other or other in folded for other in chosen):
+                    chosen[folded] = value
+            values = list(chosen.values())
         columns[name] = [values[number % len(values)] for number in range(count)]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
