@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -20,6 +19,8 @@ from kvmosaic.prompt import Prompt
 
 _SECONDS_TO_START = 900.0
 _SECONDS_TO_ANSWER = 1_800.0
+_SHOWN_BYTES = 3_000
+"""Of what a failed worker printed: libraries say more when they are closed after it has said why it ends."""
 
 
 class OutsidePeer:
@@ -116,10 +117,7 @@ class OutsidePeer:
             self._unread += piece
 
     def _failed(self, what: str) -> EngineError:
-        if what == "ended":
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)  # it closes its output before it has said why
-        self._log.seek(max(0, self._log.seek(0, 2) - 500))
+        self._log.seek(max(0, self._log.seek(0, 2) - _SHOWN_BYTES))
         said = self._log.read().decode(errors="replace").strip()
         return EngineError(f"{self.name} {what}; the end of what it printed: {said or '(nothing)'}")
 
