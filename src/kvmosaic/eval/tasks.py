@@ -77,6 +77,10 @@ def check_size(name: str, what: str, value: object, low: int, high: int) -> None
         raise InvalidConfig(f"{name}({what}) takes a whole number from {low} to {high}, got {value!r:.80}")
 
 
+_SIMILAR_ANSWER_TOKENS = 48
+"""Two values in whole sentences."""
+
+
 @dataclass(frozen=True, slots=True)
 class Similar:
     """Values of one or two of k records of one kind: near-equal names and numbers. By default 3 to 6 short ones."""
@@ -107,6 +111,7 @@ class Similar:
         return Case(
             *(case_id, str(self), drawn.question, drawn.answers, documents, drawn.system, drawn.needs),
             metric="contains_all",
+            answer_tokens=_SIMILAR_ANSWER_TOKENS,
             others=drawn.others,
         )
 
