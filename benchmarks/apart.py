@@ -1,8 +1,8 @@
 """Reading documents apart, with transformers alone: nothing of the engine's layout, cache or attention code.
 
-A document is computed behind the system text and other texts, in a batch of ordinary forwards. Its keys are rotated to
+A document is computed after the system text and other texts, in a batch of ordinary forwards. Its keys are rotated to
 its place in the prompt, and questions are answered over the keys and values of all documents, side by side. Computed
-behind all documents before it, each of them is what ordinary reading gives, so that full attention needs no code of its
+after all documents before it, each of them is what ordinary reading gives, so that full attention needs no code of its
 own. Batches are fast on a GPU, even of small models.
 """
 
@@ -36,7 +36,7 @@ class Reading:
     documents: tuple[Apart, ...]
     question: Ids
     is_shared: bool = False
-    """Whether all documents stand at the same position; otherwise one behind the other."""
+    """Whether all documents are at the same position; otherwise one after the other."""
     repaired: tuple[Ids, ...] = ()
     """Tokens of each document, counted from its first, that are computed again over everything before them."""
 
@@ -136,7 +136,7 @@ class Reader:
         return torch.stack([(keys * cos + turned * sin).to(states.dtype), states[:, 1]], 1)
 
     def _forward(self, composed: Composed, cache: DynamicCache, rows: Sequence[Ids], is_read: Tensor) -> Tensor:
-        """Hidden states [B, Q, width] of rows behind a cache; `is_read` [B, Q, keys] says what a token may read."""
+        """Hidden states [B, Q, width] of rows after a cache; `is_read` [B, Q, keys] says what a token may read."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
         positions = composed.starts[:, None] + torch.arange(ids.shape[1], device=self.device)
         return self._run(ids, positions, is_read, cache)
@@ -149,7 +149,7 @@ class Reader:
         return hidden
 
     def _repaired(self, composed: Composed, readings: Sequence[Reading]) -> Composed:
-        """Computes some tokens of each document again; the old ones are read by nobody."""
+        """Computes some tokens of each document again; the old ones are not read."""
         rows, places = [], []
         for reading in readings:
             ids, at, place = list[int](), list[int](), len(reading.system)

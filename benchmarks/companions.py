@@ -4,12 +4,12 @@
     python benchmarks/companions.py report [--trace ragpulse/0_trace.jsonl]
 
 A document that was computed alone was the first one; four such documents are four first ones, and models mix them up.
-Here each document of a prompt is computed behind others, its *companions*, which the prompt does not contain, and then
+Here each document of a prompt is computed after others, its *companions*, which the prompt does not contain, and then
 read at its place. Each question is answered with every way of choosing companions:
 
-    right        answers with the asked values and no other document's, by those that full attention gets right
+    right        answers with the asked values and no other document's, by the right ones of full attention
     divergence   from full attention, in nats per token, over the tokens of its own answer
-    copies       of a document that can exist, one for each place that changes what it is computed behind
+    copies       of a document that can exist, one for each place that changes what it is computed after
     reuse        passage tokens of RAGPulse that are read from a copy, unlimited cache: order as sent, order chosen
 
 Records are those of the task `similar`. Models are read with transformers alone (`benchmarks/apart.py`). Results go to
@@ -54,7 +54,7 @@ USUAL_CHARACTERS = 3_000
 
 @dataclass(frozen=True)
 class Companions:
-    """What a document is computed behind."""
+    """What a document is computed after."""
 
     count: Callable[[int, int], int]
     """How many companions, of its place (from 0) and the number of documents."""
@@ -142,7 +142,7 @@ FULL, OTHER_ORDER = "full attention", "full attention, the first document last"
 
 @dataclass(frozen=True)
 class Asked:
-    """A case, and texts that its documents can be computed behind."""
+    """A case, and texts that its documents can be computed after."""
 
     case: Case
     pools: dict[str, tuple[str, ...]]
@@ -192,7 +192,7 @@ def paragraphs(path: Path, seed: int, count: int, least: int, most: int) -> Iter
 
 
 def padded(asked: Asked, texts: Sequence[str], chance: Random, characters: int) -> Asked:
-    """The same with prose behind every record, other prose behind each."""
+    """The same with prose after every record, other prose after each."""
 
     def longer(record: str) -> str:
         while len(record) < characters:
@@ -212,7 +212,7 @@ class Tokens:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path.parent if where else path, **where)
 
     def ids(self, text: str) -> Ids:
-        """Of a text that stands between others."""
+        """Of a text between others."""
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def reading(self, asked: Asked, way: Companions | None) -> Reading:

@@ -12,14 +12,6 @@ documents = [
 greedy = SamplingParams(temperature=0, max_tokens=32)
 start = [{"role": "system", "content": "Answer the question from the documents."}]
 
-
-def show(runs, level=1):
-    """The tree, one line per run of blocks."""
-    for run in runs:
-        print("    " * level + f"{run.num_tokens:4} tokens, found {run.hits} times: {run.text!r}")
-        show(run.children, level + 1)
-
-
 with LLM("reader") as llm:
 
     def ask(conversation, question):
@@ -35,6 +27,3 @@ with LLM("reader") as llm:
     second = ask(first, "How high is the Corlow Lighthouse?")
     third = ask(second, "What does the museum show?")
     fork = ask(first, "Who owns the Amber Pearl?")
-
-    print("\nwhat is cached after these documents:")
-    show(llm.prefix_tree(tokens=10).systems[0].places[0].runs)

@@ -167,15 +167,3 @@ def test_a_second_turn_answers_as_from_scratch():
             (cold,) = other.chat(messages, params, documents=DOCUMENTS)
             assert warm.reuse.segments[-1].reused_tokens > 0 == cold.reuse.reused_tokens
             assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
-
-
-def test_the_tree_shows_conversations_with_their_texts(llm):
-    list(talk(llm, SamplingParams(temperature=0, max_tokens=8), DOCUMENTS))
-    tree = llm.prefix_tree(tokens=20)
-    system = tree.systems[0]
-    assert system.text is not None and "Answer from the documents." in system.text
-    assert {document.name for document in system.documents} == {"ferry", "mill"}
-    assert set(system.places[0].documents) == {"ferry", "mill"}
-    (first,) = system.places[0].runs
-    assert first.text is not None and TURNS[0][:20] in first.text and first.hits
-    assert len(llm.prefix_tree(runs=1).runs) == 1 < len(tree.runs)

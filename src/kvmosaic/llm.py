@@ -32,7 +32,7 @@ from kvmosaic.assembly import (
     read_tools,
 )
 from kvmosaic.attention import AttentionBackend, BackendName
-from kvmosaic.cache import ChunkCacheStats, Plan, PrefixTree, TreeLimits
+from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Request
@@ -55,7 +55,6 @@ from kvmosaic.sampling import (
     SamplingParams,
     ScoreOutput,
     ToolCalling,
-    decode_all,
     default_sampling,
 )
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
@@ -507,24 +506,6 @@ class LLM:
         encoded = self.encoder.encode(prompt)
         layout = self.engine.arrange(encoded, position_strategy, chunk_context)
         return self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant)
-
-    def prefix_tree(self, *, depth: int = 8, children: int = 8, runs: int = 200, tokens: int = 12) -> PrefixTree:
-        """Returns the cached conversations and documents as a tree; see `PrefixTree` for a picture.
-
-        Args:
-            depth: levels of runs below a system text, 1 to 32.
-            children: maximum runs after one run, and documents of one system text, 1 to 100.
-            runs: maximum runs in all, 1 to 2,000.
-            tokens: first tokens of a run that are shown, 0 to 64.
-
-        Raises:
-            InvalidConfig: a number outside its range.
-        """
-        tree = self.engine.kv_cache.prefix_tree(TreeLimits(depth, children, runs, tokens), tenant=None)
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            return tree
-        return tree.with_texts(lambda token_ids: decode_all(tokenizer, token_ids, skip_special_tokens=False))
 
     def pin(self, name: str, *, salt: str = "") -> None:
         """Protects the chunks with this name from eviction.

@@ -21,7 +21,6 @@ PATHS = (
     "/v1/documents?limit=1",
     "/v1/documents?include_chunks=true",
     "/v1/documents/two",
-    "/v1/cache/tree",
     "/dashboard/examples",
 )
 CHANGING = ("idle_seconds", "created", "last_used_at", "X-Request-Id")

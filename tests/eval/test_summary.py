@@ -16,7 +16,7 @@ def row(way: Variant, task: str, right: int, full: int, *, repaired: int = 0, fi
     readings = tuple(
         CaseResult(f"{task}:{n}", "x", float(n < right), first, 10, 100, repaired, repaired / 100) for n in range(20)
     )
-    return TaskRow(way, task, "exact", readings, full / 20)
+    return TaskRow(way, task, "only" if task == "similar" else "exact", readings, full / 20)
 
 
 def rows(some: tuple[int, int], much: tuple[int, int] = (20, 20)) -> list[TaskRow]:

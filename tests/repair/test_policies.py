@@ -17,6 +17,7 @@ from kvmosaic.repair import (
     FirstTokens,
     FullRepair,
     KeyDeviation,
+    Names,
     NoRepair,
     QueryAttention,
     Temperature,
@@ -29,7 +30,7 @@ from kvmosaic.sampling import SamplingParams
 FRACTIONS = st.floats(0.001, 1, allow_subnormal=False)
 NUMBERS = st.floats(0.01, 100, allow_subnormal=False)
 POLICIES = st.one_of(
-    st.sampled_from([NoRepair(), FullRepair()]),
+    st.sampled_from([NoRepair(), FullRepair(), Names()]),
     st.builds(FirstTokens, st.integers(1, 2**20)),
     st.builds(KeyDeviation, FRACTIONS),
     st.builds(QueryAttention, FRACTIONS),
@@ -58,6 +59,7 @@ def chunk_lists(draw):
             number < num_exact,
             draw(st.lists(scores, min_size=length, max_size=length)),
             draw(st.lists(scores, min_size=length, max_size=length)),
+            draw(st.lists(st.booleans(), min_size=length, max_size=length)),
         )
         for number, length in enumerate(lengths)
     ]
@@ -131,6 +133,7 @@ def test_the_text_of_a_policy_is_read_back_as_the_same_policy(policy):
         ("first(8)", FirstTokens(8)),
         ("first", FirstTokens()),
         ("first()", FirstTokens()),
+        ("names", Names()),
         ("deviation( 0.2 )", KeyDeviation(0.2)),
         ("query(1)", QueryAttention(1)),
         ("combined(5e-2)", Combined(0.05)),
@@ -211,7 +214,10 @@ class Silent(Wanting):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Wanting(frozenset({"gradient"})), "Wanting asks for the signals 'gradient'; there are attention, deviation"),
+        (
+            Wanting(frozenset({"gradient"})),
+            "Wanting asks for the signals 'gradient'; there are attention, deviation, names",
+        ),
         (Wanting(None), "no text or no set of signals"),
         (Wanting([["attention"]]), "no text or no set of signals"),
         (Silent(frozenset()), "Silent has no text.*no words"),

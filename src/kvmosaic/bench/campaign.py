@@ -85,7 +85,6 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         add_shares(row, limits, weights[row.dtype])
     if was_interrupted:
         notes.append("Interrupted: what came later was not measured.")
-        workloads = []
     return BenchReport(
         model=campaign.model,
         preset=campaign.preset,

@@ -137,7 +137,7 @@ def _heading(report: BenchReport) -> str:
 
 def _times_ours(row: BenchRow, rows: Sequence[BenchRow]) -> str:
     """The first token's time by that of our engine in the same workload; in the same dtype, if it was measured."""
-    own = [each for each in rows if each.workload == row.workload and each.peer == OWN and each.first]
+    own = [each for each in rows if each.workload == row.workload and each.peer == OWN]
     same = [each for each in own if each.dtype == row.dtype] or own
     ours = [each.first.median for each in same if each.first]
     return "–" if row.first is None or not ours or row.peer == OWN else f"{row.first.median / min(ours):.3g}x"

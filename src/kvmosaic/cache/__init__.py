@@ -9,7 +9,6 @@ from kvmosaic.cache.keys import DEFAULT_TENANT, Key, KeyChain
 from kvmosaic.cache.kv_cache import KVCache
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.prefix_tree import PrefixTree, TreeDocument, TreeLimits, TreePlace, TreeRun, TreeSystem
 from kvmosaic.cache.statistics import BlockMap, BlockState, ChunkCacheStats
 from kvmosaic.cache.tenants import TenantUsage
 
@@ -32,13 +31,7 @@ __all__ = [
     "KeyChain",
     "Plan",
     "PrefixCache",
-    "PrefixTree",
     "SpanAllocation",
     "SpanPlan",
     "TenantUsage",
-    "TreeDocument",
-    "TreeLimits",
-    "TreePlace",
-    "TreeRun",
-    "TreeSystem",
 ]

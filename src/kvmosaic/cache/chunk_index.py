@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockTable
@@ -94,10 +94,6 @@ class ChunkIndex:
     def chunks(self) -> list[Chunk]:
         """All chunks, oldest first."""
         return list(self._chunks.values())
-
-    def newest_first(self) -> Iterator[Chunk]:
-        """All chunks, newest first, without a copy of the list."""
-        return reversed(self._chunks.values())
 
     def account(self, tenant: str) -> TenantAccount:
         """A tenant's account; a tenant without one gets an empty account to read, or to `open`."""

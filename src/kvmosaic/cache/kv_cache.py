@@ -15,7 +15,6 @@ from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.prefix_tree import PrefixTree, RootOrigins, TreeLimits, TreeView
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
@@ -82,7 +81,6 @@ class KVCache(TenantChunks):
         self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
         self._capacity = CapacityCheck(self.request_pool, self._prefix, self._chunks)
         self._allocator = Allocator(self._prefix, self._chunks, self._capacity, self._counters)
-        self._origins = RootOrigins()
         self._step = 0
 
     def plan(self, layout: Layout, salt: str = "", tenant: str = "") -> Plan:
@@ -122,7 +120,6 @@ class KVCache(TenantChunks):
             plan, found, self._chain(plan.salt, plan.tenant, plan.layout), again=again
         )
         allocation.priority = priority
-        self._origins.note(plan)
         if allocation.copies:
             allocation.last.computed_step = self._step  # it is written with everything else of the step
         self._counters.allocates += 1
@@ -339,14 +336,6 @@ class KVCache(TenantChunks):
         chunk.compute_ms += milliseconds * chunk.num_tokens / (chunk.num_tokens - chunk.num_kept)
         self._counters.computes += 1
         self._counters.compute_ms += milliseconds
-
-    def prefix_tree(self, limits: TreeLimits | None = None, tenant: str | None = "") -> PrefixTree:
-        """The cached conversations and documents of a tenant, or (None) of all, as a tree.
-
-        Takes time proportional to what is shown, independent of the cache size; see `TreeLimits`.
-        """
-        view = TreeView(self._prefix, self._chunks, self._origins, limits or TreeLimits(), self._clock())
-        return view.tree(tenant)
 
     def block_map(self) -> BlockMap:
         """The current state of every block of both pools; one pass over them."""

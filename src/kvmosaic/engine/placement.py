@@ -22,7 +22,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.repair import FullRepair, NoRepair, RepairPolicy, repair_policy
+from kvmosaic.repair import FullRepair, NameFinder, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Placer:
         """Repair policy of requests that do not set one."""
         self.max_positions = max_positions
         self._model = model
+        self._names = NameFinder(model.tokenizer)
         self._config = config
         self._clock = clock
         if config.says("repair"):
@@ -97,7 +98,7 @@ class Placer:
         has_window = window is not None
         if is_default and why_not_repaired(policy, layout, self._model, has_window=has_window):
             policy = NoRepair()
-        planned = repair_of(policy, layout, self._model, has_window=has_window)
+        planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
-from kvmosaic.repair import ChunkSignals, FullRepair, NoRepair, RepairPolicy, Signal, Temperature, checked_choice
+from kvmosaic.repair import (
+    MEASURED,
+    ChunkSignals,
+    FullRepair,
+    NameFinder,
+    NoRepair,
+    RepairPolicy,
+    Signal,
+    Temperature,
+    checked_choice,
+)
 from kvmosaic.sampling import RepairUse
 
 if TYPE_CHECKING:
@@ -37,6 +47,8 @@ class RequestRepair:
     layout: Layout
     """As arranged, without repair."""
     num_layers: int
+    names: NameFinder | None = None
+    """What finds names, for a policy that asks for them."""
     is_measuring: bool = False
     """Whether signals are still to be measured before tokens are chosen."""
     shares: dict[int, Tensor] = field(default_factory=dict)
@@ -46,14 +58,14 @@ class RequestRepair:
     name: str = field(init=False)
     """The policy as text."""
     signals: frozenset[Signal] = field(init=False)
-    """Signals that the policy needs."""
+    """Signals that are measured for the policy."""
     chunks: list[int] = field(init=False)
     """Span indices of the chunks."""
     open_chunks: list[int] = field(init=False)
     """Span indices of the chunks that did not see everything before them."""
 
     def __post_init__(self) -> None:
-        self.name, self.signals = str(self.policy), frozenset(self.policy.signals)
+        self.name, self.signals = str(self.policy), MEASURED & self.policy.signals
         spans, exact = self.layout.spans, exact_spans(self.layout)
         self.chunks = [index for index, span in enumerate(spans) if span.is_chunk]
         self.open_chunks = [index for index in self.chunks if index not in exact]
@@ -87,6 +99,7 @@ class RequestRepair:
                 index not in open_chunks,
                 self.deviations.get(index, [0.0] * self.layout.spans[index].num_tokens if self.deviations else ()),
                 self.shares[index].tolist() if index in self.shares else (),
+                self.names(self.layout.spans[index].token_ids) if self.names and index in open_chunks else (),
             )
             for index in chunks
         ]
@@ -168,7 +181,9 @@ class QuestionObserver:
         self.repair.note_shares(*self.read_tokens[read_index], shares)
 
 
-def repair_of(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool) -> RequestRepair | None:
+def repair_of(
+    policy: RepairPolicy, layout: Layout, model: EngineModel, names: NameFinder, *, has_window: bool
+) -> RequestRepair | None:
     """Returns the repair of a request; None if there is nothing to repair.
 
     Raises:
@@ -178,7 +193,7 @@ def repair_of(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_w
         return None
     if reason := why_not_repaired(policy, layout, model, has_window=has_window):
         raise InvalidRepair(reason)
-    return RequestRepair(policy, layout, len(model.layers))
+    return RequestRepair(policy, layout, len(model.layers), names if "names" in policy.signals else None)
 
 
 def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool) -> str:
@@ -223,9 +238,11 @@ def _unsuited(policy: RepairPolicy, model: EngineModel) -> str:
             f"repair={policy} computes tokens that are not contiguous, and {reason}; "
             "use repair='none', 'full' or 'temperature(t, scale)'"
         )
-    needed: frozenset[Signal] = policy.signals
+    needed: frozenset[Signal] = MEASURED & policy.signals
+    if "names" in policy.signals and model.tokenizer is None:
+        return f"repair={policy} reads the text of tokens, and there is no tokenizer; use 'first(k)'"
     if (reason := model.no_scores_reason) and (needed or isinstance(policy, Temperature)):
-        return f"repair={policy} measures or weighs attention, and {reason}; use 'none', 'full' or 'first(k)'"
+        return f"repair={policy} measures or weighs attention, and {reason}; use 'none', 'full', 'names' or 'first(k)'"
     if "deviation" in needed and len(model.layers) < 2:
         return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "

@@ -18,7 +18,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import CaseResult
 from kvmosaic.eval.scores import score_case
-from kvmosaic.eval.variants import FULL, OTHER_ORDER, Variant
+from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.repair import ChunkSignals, RepairPolicy, Signal, repair_policy
@@ -154,7 +154,7 @@ def ask(
     reference, readings[FULL] = _ask_full(engine_of(FULL), case, prompt)
     progress(1)
     for number, way in enumerate(ways, start=2):
-        if way == OTHER_ORDER and (case.is_ordered or len(case.documents) < 2):
+        if way.is_turned and (case.is_ordered or len(case.documents) < 2):
             continue
         readings[way] = _ask_way(engine_of(way), way, case, prompt, reference, is_scored=is_scored)
         progress(number)
@@ -167,7 +167,7 @@ def try_way(llm: LLM, way: Variant, prompt: Prompt) -> None:
     Raises:
         InvalidRepair, NotMovable: the variant does not suit the model.
     """
-    _answer(llm, FULL if way == OTHER_ORDER else way, prompt, 1, None)
+    _answer(llm, way, prompt, 1, None)
 
 
 def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseResult]:
@@ -188,9 +188,9 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseRes
 def _ask_way(
     llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool
 ) -> CaseResult:
-    if way == OTHER_ORDER:
+    if way.is_turned:
         documents = (*case.documents[1:], *case.documents[:1])
-        prompt, way = prompt_of(llm, replace(case, documents=documents, needs=())), FULL
+        prompt = prompt_of(llm, replace(case, documents=documents, needs=()))
     recalled = Recalled.of(way.repair)
     output = _answer(llm, way, prompt, 1, recalled)
     own, gold = _scores(llm, way, prompt, reference.token_ids, reference.accepted, recalled)

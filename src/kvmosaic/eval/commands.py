@@ -165,9 +165,8 @@ def eval_command(
 
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
-    from kvmosaic.assembly import BUNDLED_READER
     from kvmosaic.eval.cases import parts_of
-    from kvmosaic.eval.tasks import READER_TASKS, USUAL_TASKS
+    from kvmosaic.eval.tasks import USUAL_TASKS
     from kvmosaic.eval.variants import OTHER_ORDER, variants
 
     model = eval_model(opening, capacity)
@@ -177,11 +176,18 @@ def eval_command(
         parts_of("--contexts", contexts),
         model.adapter_names,
     )
-    found = asked.cases(tasks, READER_TASKS if model.model == BUNDLED_READER else USUAL_TASKS, cases)
+    found = asked.cases(tasks, _learned(USUAL_TASKS, model.model), cases)
 
     from kvmosaic.eval.evaluate import run_evaluation
 
     run_evaluation(model, found, (full, OTHER_ORDER, *others), asked.seed, output, as_json=as_json, log=resume)
+
+
+def _learned(tasks: Sequence[str], model: str) -> tuple[str, ...]:
+    """Tasks of which a model has learned the like: the bundled reader knows no records, and ratios of nothing say nothing."""
+    from kvmosaic.assembly import BUNDLED_READER
+
+    return tuple(task for task in tasks if task != "similar" or model != BUNDLED_READER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +288,6 @@ def tune_command(
     LLM, serve and the other commands follow the profile of a model unless an option overrides it. Exit code 1 if no
     way is good enough; then nothing is written.
     """
-    from kvmosaic.assembly import BUNDLED_READER
     from kvmosaic.eval.cases import parts_of
     from kvmosaic.eval.tuner import LADDER
     from kvmosaic.eval.variants import FULL, variants
@@ -293,7 +298,7 @@ def tune_command(
     chosen = variants(
         repairs, parts_of("--strategies", strategies), parts_of("--contexts", contexts), model.adapter_names
     )
-    usual = ("similar", "two-hop", "story")[model.model == BUNDLED_READER :]
+    usual = _learned(("similar", "two-hop", "story"), model.model)
     found = asked.cases(tasks, usual, 64 if cases is None and not asked.is_own else cases)
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)

@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import CaseResult
-from kvmosaic.eval.variants import OTHER_ORDER, Variant
+from kvmosaic.eval.variants import Variant
 from kvmosaic.prompt import Prompt
 
 FORMAT = 1
@@ -60,7 +61,7 @@ class RunLog:
     def find(self, digest: str, ways: Iterable[Variant]) -> Readings | None:
         """Returns the readings of a case, if it has all of these variants; not every case has another order."""
         known = self._known.get(digest, {})
-        has_all = all(way in known for way in ways if way != OTHER_ORDER)
+        has_all = all(way in known for way in ways if not way.is_turned)
         return {way: known[way] for way in ways if way in known} if has_all else None
 
     def add(self, digest: str, readings: Readings) -> None:
@@ -116,11 +117,9 @@ def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
 
 
 def _written(way: Variant, reading: CaseResult) -> dict[str, Any]:
-    adapter = {"adapter": way.adapter} if way.adapter else {}
-    written = {"strategy": way.strategy, "context": way.context, "repair": way.repair, **adapter}
-    return {**written, "reading": reading.to_dict()}
+    return {**asdict(way), "reading": reading.to_dict()}
 
 
 def _read_back(content: dict[str, Any]) -> tuple[Variant, CaseResult]:
-    way = Variant(content["strategy"], content["context"], content["repair"], content.get("adapter", ""))
-    return way, CaseResult.from_dict(content["reading"])
+    reading = CaseResult.from_dict(content.pop("reading"))
+    return Variant(**content), reading

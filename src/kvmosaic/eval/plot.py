@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.eval.report import EvalReport
 from kvmosaic.eval.summary import Summary
-from kvmosaic.eval.variants import OTHER_ORDER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +127,7 @@ def draw_plot(report: EvalReport) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    summaries = [summary for summary in report.summaries if summary.way != OTHER_ORDER]
+    summaries = [summary for summary in report.summaries if not summary.way.is_turned]
     panels = [_nearness(summaries)]
     if any(summary.accuracy is not None for summary in summaries):
         panels.append(_accuracy(summaries, len(dict.fromkeys(row.task for row in report.rows))))

@@ -4,7 +4,8 @@
 punctuation and articles | here | | f1 | SQuAD's F1 of the words that both have | torchmetrics | | rouge_l | the
 F-measure of ROUGE-L, without stemming | torchmetrics | | contains_all | RULER's string match: the share of the accepted
 answers that occur, in any case | here | | contains_any | RULER's string match for questions: 1 if an accepted answer
-occurs, in any case | here |
+occurs, in any case | here | | only | 1 if the accepted answers occur as whole words, in their order, and no answer of
+another document | here |
 """
 
 from __future__ import annotations
@@ -48,23 +49,15 @@ def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
 
 
 def score_case(case: Case, said: str) -> float | None:
-    """The score of an answer to a case; None if none is known.
-
-    Where other documents have answers, too, it is 1 only with the accepted ones, in the order asked, and no other.
-    """
+    """The score of an answer to a case; None if none is known."""
     if not case.is_labelled:
         return None
-    if not case.others:
-        return score(case.metric, said, case.answers)
-    found = [re.search(_whole(answer), said, re.IGNORECASE) for answer in case.answers]
-    places = [match.start() for match in found if match is not None]
-    is_mixed_up = any(re.search(_whole(other), said, re.IGNORECASE) for other in case.others)
-    return float(len(places) == len(found) and places == sorted(places) and not is_mixed_up)
+    return only(said, case.answers, case.others) if case.metric == "only" else score(case.metric, said, case.answers)
 
 
 def _whole(value: str) -> str:
     """A pattern for a value that is no part of a longer word or number; scripts without spaces have no such borders."""
-    borders = ("" if ord(end) >= _FIRST_CJK else r"\b" for end in (value[0], value[-1]))
+    borders = (r"\b" if re.match(r"\w", end) and ord(end) < _FIRST_CJK else "" for end in (value[:1], value[-1:]))
     return re.escape(value).join(borders)
 
 
@@ -122,6 +115,14 @@ def contains_any(said: str, answers: Iterable[str]) -> float:
     return float(any(answer.lower() in said.lower() for answer in answers))
 
 
+def only(said: str, answers: Iterable[str], others: Iterable[str] = ()) -> float:
+    """1 if all answers occur as whole words, in their order and in any case, and none of the others, else 0."""
+    found = [re.search(_whole(answer), said, re.IGNORECASE) for answer in answers]
+    places = [match.start() for match in found if match is not None]
+    is_mixed_up = any(re.search(_whole(other), said, re.IGNORECASE) for other in others)
+    return float(len(places) == len(found) and places == sorted(places) and not is_mixed_up)
+
+
 def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
@@ -147,4 +148,5 @@ _SCORES: dict[Metric, Callable[[str, tuple[str, ...]], float]] = {
     "rouge_l": rouge_l,
     "contains_all": contains_all,
     "contains_any": contains_any,
+    "only": only,
 }

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvmosaic.eval.rows import TaskRow, percentile
-from kvmosaic.eval.text.similar_records import SIMILAR
-from kvmosaic.eval.variants import OTHER_ORDER, Variant
+from kvmosaic.eval.variants import Variant
 
 BUDGET = 0.15
 """Maximum share of document tokens that a policy within the budget repairs."""
@@ -99,7 +98,7 @@ def findings(rows: Sequence[TaskRow]) -> list[str]:
     nearest = min((each for each in summaries if each.is_in_budget), key=lambda each: each.divergence, default=None)
     within = [summary for summary in summaries if summary.is_in_budget and summary.ratio is not None]
     said = similar_text(rows)
-    if (other := next((each for each in summaries if each.way == OTHER_ORDER), None)) is not None:
+    if (other := next((each for each in summaries if each.way.is_turned), None)) is not None:
         said.append(f"The yardstick, read in full with the first document last: {nearness_text(other)}.")
     if within:
         best = min(within, key=_preference)
@@ -119,8 +118,8 @@ def findings(rows: Sequence[TaskRow]) -> list[str]:
 def similar_text(rows: Sequence[TaskRow]) -> list[str]:
     """Right answers among similar records, of full attention and of every variant: one sentence for each such task."""
     said = []
-    for task in dict.fromkeys(row.task for row in rows if row.task.partition("(")[0] in SIMILAR):
-        own = [row for row in rows if row.task == task and row.accuracy is not None and row.way != OTHER_ORDER]
+    for task in dict.fromkeys(row.task for row in rows if row.metric == "only"):
+        own = [row for row in rows if row.task == task and row.accuracy is not None and not row.way.is_turned]
         rights = [f"{row.way} {sum(reading.score == 1 for reading in row.readings)}" for row in own]
         if own:
             said.append(f"Right answers among similar records ({task}), of {own[0].num_cases}: {'; '.join(rights)}.")

@@ -110,7 +110,7 @@ class Similar:
         documents = tuple(Document(record) for record in drawn.records)
         return Case(
             *(case_id, str(self), drawn.question, drawn.answers, documents, drawn.system, drawn.needs),
-            metric="contains_all",
+            metric="only",
             answer_tokens=_SIMILAR_ANSWER_TOKENS,
             others=drawn.others,
         )
@@ -267,10 +267,8 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
     | {f"similar-{language}": partial(Similar, language=language) for language in LANGUAGES[1:]}
     | {"similar-long": partial(Similar, is_long=True)}
 )
-USUAL_TASKS = tuple(TASKS)[:7]
+USUAL_TASKS = ("similar", "one-hop", "two-hop", "story", "order", "needle", "long")
 """The default."""
-READER_TASKS = USUAL_TASKS[1:]
-"""The same for the bundled reader, which has learned no records: where nothing is right, ratios say nothing."""
 FORMS = (
     "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), "
     f"similar-long(documents), similar-({'|'.join(LANGUAGES[1:])})(documents)"

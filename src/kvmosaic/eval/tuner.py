@@ -15,6 +15,7 @@ LADDER = (
     "none",
     "first(4)",
     "first(16)",
+    "names",
     "query(0.05)",
     "query(0.08)",
     "query(0.15)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from kvmosaic.errors import InvalidConfig
@@ -25,6 +25,8 @@ class Variant:
     """The text of a policy, such as "query(0.15)"."""
     adapter: str = ""
     """Name of the adapter that computes it; empty: the base model."""
+    is_turned: bool = False
+    """Whether the first document comes last: what a divergence is worth that another order has, too."""
 
     @property
     def is_full(self) -> bool:
@@ -34,7 +36,8 @@ class Variant:
     @property
     def label(self) -> str:
         """Its policy, and its adapter if it has one: "none + NAME"."""
-        return f"{self.repair} + {self.adapter}" if self.adapter else self.repair
+        label = f"{self.repair}, first document last" if self.is_turned else self.repair
+        return f"{label} + {self.adapter}" if self.adapter else label
 
     def __str__(self) -> str:
         return "full attention" if self.is_full else f"{self.strategy}, {self.context}, {self.label}"
@@ -42,8 +45,8 @@ class Variant:
 
 FULL = Variant("sequential", "system", str(FullRepair()))
 """Ordinary causal attention over the whole prompt, without reuse."""
-OTHER_ORDER = Variant("sequential", "system", f"{FULL.repair}, first document last")
-"""The same over the documents with the first one at the end: what a divergence is worth that another order has, too."""
+OTHER_ORDER = replace(FULL, is_turned=True)
+"""The same with the first document last, the yardstick of all others."""
 
 
 def variants(

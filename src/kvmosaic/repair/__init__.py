@@ -1,12 +1,15 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
+from kvmosaic.repair.names import NameFinder
 from kvmosaic.repair.parser import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.policy import (
+    MEASURED,
     ChunkSignals,
     Combined,
     FirstTokens,
     FullRepair,
     KeyDeviation,
+    Names,
     NoRepair,
     QueryAttention,
     RepairPolicy,
@@ -20,11 +23,14 @@ from kvmosaic.repair.policy import (
 __all__ = [
     "DEFAULT_REPAIR",
     "FORMS",
+    "MEASURED",
     "ChunkSignals",
     "Combined",
     "FirstTokens",
     "FullRepair",
     "KeyDeviation",
+    "NameFinder",
+    "Names",
     "NoRepair",
     "QueryAttention",
     "RepairPolicy",

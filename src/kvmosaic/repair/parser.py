@@ -13,6 +13,7 @@ from kvmosaic.repair.policy import (
     FirstTokens,
     FullRepair,
     KeyDeviation,
+    Names,
     NoRepair,
     QueryAttention,
     RepairPolicy,
@@ -24,13 +25,14 @@ DEFAULT_REPAIR = "first(8)"
 
 
 MAX_POLICY_CHARACTERS = 100
-FORMS = "none, first(k), deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), full"
+FORMS = "none, first(k), names, deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), full"
 _SIGNALS = frozenset(get_args(Signal))
 _FORM = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyType(
     {
         "none": (NoRepair, 0),
         "first": (FirstTokens, 1),
+        "names": (Names, 0),
         "deviation": (KeyDeviation, 1),
         "query": (QueryAttention, 1),
         "combined": (Combined, 1),

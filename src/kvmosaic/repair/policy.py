@@ -16,7 +16,9 @@ from typing import ClassVar, Literal, Protocol, SupportsIndex, runtime_checkable
 from kvmosaic.errors import InvalidRepair
 
 _ROUNDING = 1e-6
-Signal = Literal["deviation", "attention"]
+Signal = Literal["deviation", "attention", "names"]
+MEASURED: frozenset[Signal] = frozenset({"deviation", "attention"})
+"""Signals that are measured by running the model."""
 _DEVIATION_PART = 0.5
 MAX_FIRST_TOKENS = 2**20
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
@@ -38,6 +40,8 @@ class ChunkSignals:
     attention: Sequence[float] = ()
     """By token: attention of the question to it, as a share summed over the question's tokens, averaged over heads and
     the later half of the layers. Empty unless requested."""
+    names: Sequence[bool] = ()
+    """By token: whether it belongs to a word with a digit or a capital letter. Empty unless requested."""
 
     @property
     def num_open(self) -> int:
@@ -47,7 +51,7 @@ class ChunkSignals:
 
 @runtime_checkable
 class RepairPolicy(Protocol):
-    """Protocol of a repair policy; `kvmosaic.repair` has seven implementations, and others may be passed."""
+    """Protocol of a repair policy; `kvmosaic.repair` has eight implementations, and others may be passed."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -106,6 +110,20 @@ class FirstTokens:
 
     def __str__(self) -> str:
         return f"first({self.tokens})"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Words with a digit or a capital letter: names, numbers and dates, in which records of one kind differ."""
+
+    signals: ClassVar[frozenset[Signal]] = frozenset({"names"})
+
+    def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
+        """See `RepairPolicy.choose`."""
+        return [[token for token in range(chunk.num_open) if chunk.names[token]] for chunk in chunks]
+
+    def __str__(self) -> str:
+        return "names"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,6 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield openai.router(sources, services.runner, threads)
     yield anthropic.router(sources, services.runner, threads)
     yield documents.router(services)
-    yield engine_routes.tree_router(engine, admission, threads, llm.model.tokenizer)
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
     yield dashboard.router(feed)

@@ -48,9 +48,6 @@ def test_a_second_turn_over_documents_that_are_stored(http):
     fields = {"documents": [{"id": "turns-ferry"}, {"id": "turns-mill"}], "ignore_eos": False}
     first = chat(http, **fields)
     check_second_turn(first, chat(http, **{**fields, "messages": gone_on(MESSAGES, first)}), 2)
-    tree = http.get("/v1/cache/tree", params={"children": 100}).json()
-    names = {document["name"] for system in tree["systems"] for document in system["documents"]}
-    assert {"turns-ferry", "turns-mill"} <= names, "as people call them"
     for document in DOCUMENTS[:2]:
         assert http.delete(f"/v1/documents/turns-{document['id']}").status_code == 200
 

@@ -18,10 +18,8 @@ from kvmosaic.console.options import (
     Name,
     PromptArguments,
     SecretVariable,
-    ServerURL,
     TenantName,
     Tier,
-    Timeout,
 )
 
 EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_documents document_pattern profile
@@ -31,7 +29,7 @@ device quantization engine kv_cache_dtype"""
 cache = CommandGroup(
     no_args_is_help=True,
     add_completion=False,
-    help="List, verify, clean and copy the documents stored in tiers; or show the cache of a running server.",
+    help="List, verify, clean and copy the documents stored in tiers.",
 )
 BundleFile = Annotated[Path, typer.Argument(metavar="FILE", help="A bundle.")]
 
@@ -60,30 +58,6 @@ def stat(tier: Tier, as_json: AsFields = False) -> None:
     from kvmosaic.console.cache.list import show_stat
 
     show_stat(tier, as_json)
-
-
-@cache.command()
-def tree(
-    url: ServerURL = "http://127.0.0.1:8000",
-    depth: Annotated[int, typer.Option(min=1, max=32, help="Levels below a system text.")] = 8,
-    children: Annotated[
-        int, typer.Option(min=1, max=100, help="Maximum of rows shown below one beginning, most recently used first.")
-    ] = 8,
-    runs: Annotated[int, typer.Option(min=1, max=2_000, help="Most runs of blocks in all.")] = 200,
-    tokens: Annotated[int, typer.Option(min=0, max=64, help="First tokens of each run that are shown.")] = 12,
-    timeout: Timeout = 60.0,
-    as_json: AsFields = False,
-) -> None:
-    """Show the conversations and documents that a running server has in its memory, as a tree.
-
-    kvmosaic cache tree --url http://127.0.0.1:8000
-
-    Conversations that begin alike share their beginning, after the same documents. The key, if the server has keys, is
-    read from KVMOSAIC_API_KEY: you see your own; an admin also sees how much others have.
-    """
-    from kvmosaic.console.cache.tree import show_tree
-
-    show_tree(url, {"depth": depth, "children": children, "runs": runs, "tokens": tokens}, timeout, as_json)
 
 
 @cache.command()

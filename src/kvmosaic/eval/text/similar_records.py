@@ -16,8 +16,6 @@ from random import Random
 from typing import Any
 
 LANGUAGES = ("en", "de", "es", "fr", "ru", "zh")
-SIMILAR = frozenset(("similar", "similar-long", *(f"similar-{language}" for language in LANGUAGES[1:])))
-"""Names of the tasks."""
 MAX_RECORDS = 12
 _PLACE = re.compile(r"\{(\w+)\}")
 
@@ -53,15 +51,19 @@ def similar_records(chance: Random, language: str, count: int, num_more: int, nu
 @cache
 def _texts(language: str) -> dict[str, Any]:
     path = Path(__file__).parent / "similar" / f"{language}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    texts = tomllib.loads(path.read_text(encoding="utf-8"))
+    for kind in texts["kind"]:
+        for name, parts in kind["values"].items():
+            kind["values"][name] = ["".join(each) for each in product(*(part.split("|") for part in parts))]
+    return texts
 
 
 def _rows(chance: Random, kind: dict[str, Any], count: int) -> list[dict[str, str]]:
     """The values of each record; what a question names or asks for is unique, and no part of another value."""
     asked = set(kind["questions"]) | set(_PLACE.findall(" ".join(kind["questions"].values())))
     columns = {}
-    for name, parts in kind["values"].items():
-        values = ["".join(each) for each in product(*(part.split("|") for part in parts))]
+    for name, alternatives in kind["values"].items():
+        values = list(alternatives)
         chance.shuffle(values)
         if name in asked:
             chosen: dict[str, str] = {}

@@ -1,0 +1,75 @@
+"""Names: found in token ids as in the text, for tokenizers of both kinds; computed again, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import build_engine
+from support.loaded import chatting_llama, loaded_family
+from support.tokenizers import make_tokenizer
+
+from kvmosaic import LLM, SamplingParams
+from kvmosaic.errors import InvalidRepair
+from kvmosaic.prompt import Prompt
+from kvmosaic.repair import NameFinder, Names
+
+RECORDS = [
+    "Invoice 20881: customer Halden Foods, amount 4,310 euros, paid by card.",
+    "Invoice 20882: customer Harden Tools, amount 4,130 euros, paid by cheque.",
+    "Invoice 20883: customer Walden Paper, amount 1,340 euros, not paid yet.",
+]
+TEXTS = st.lists(
+    st.sampled_from(["Halden", "foods ", "4,310", " ", "is", "\n", "Köln", "наука", "Счёт", "中文", "☃", "iPod"])
+)
+
+
+def tokenized(kind, text):
+    """Ids of a text, and by token whether the text's own words at its characters are names."""
+    found = make_tokenizer(kind=kind)(text, add_special_tokens=False, return_offsets_mapping=True)
+    names = [
+        match.span()
+        for match in re.finditer(r"\w+", text)
+        if any(letter.isdigit() or letter.isupper() for letter in match[0])
+    ]
+    return found["input_ids"], [
+        any(first < end and start < last for start, end in names) for first, last in found["offset_mapping"]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram"])
+@pytest.mark.parametrize("text", ["The Aller is 215 km long.", "no name at all", "A", "in 1929 and in Brindisi"])
+def test_names_are_found_in_ids_as_in_the_text(kind, text):
+    ids, expected = tokenized(kind, text)
+    first = int(kind == "unigram")  # a space that is not in the text, and has the place of its first letter
+    assert NameFinder(make_tokenizer(kind=kind))(ids)[first:] == expected[first:]
+
+
+@given(TEXTS)
+def test_no_name_is_missed_where_a_character_is_several_tokens(texts):
+    ids, expected = tokenized("byte_level", "".join(texts))
+    found = NameFinder(make_tokenizer(kind="byte_level"))(ids)
+    assert len(found) == len(ids) and all(one or not other for one, other in zip(found, expected, strict=True))
+
+
+def test_names_of_documents_are_computed_again_and_the_first_document_is_exact():
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages = [{"role": "user", "content": "Who is the contact?"}]
+        prompt = llm.compose(messages, documents=RECORDS)
+        find = NameFinder(llm.model.tokenizer)
+        expected = sum(sum(find(chunk.token_ids)) for chunk in prompt.chunks[1:])
+        params = SamplingParams(temperature=0, max_tokens=2, repair="names")
+        (output,) = llm.chat(messages, params, documents=RECORDS, position_strategy="sequential")
+        assert output.reuse.repair.policy == "names"
+        assert output.reuse.repair.repaired_tokens == expected > 0
+        again = llm.chat(messages, params, documents=RECORDS, position_strategy="sequential")[0]
+        assert again.reuse.repair.computed_tokens == 0 and again.outputs == output.outputs
+
+
+def test_without_a_tokenizer_names_are_refused_with_a_way_out():
+    engine = build_engine(loaded_family("llama"))
+    prompt = Prompt.from_tokens([3], [[20, 21], [22, 23]], [90])
+    with pytest.raises(InvalidRepair, match=r"repair=names reads the text of tokens.*use 'first\(k\)'"):
+        engine.add_request(prompt, SamplingParams(repair=Names()))
