@@ -43,7 +43,7 @@ from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
 from kvmosaic.eval.text.similar_records import MAX_RECORDS
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.lead_in import LEAD_IN
+from kvmosaic.prompt.companions import PROSE
 
 ANSWER_TOKENS = 40
 MARK = "@@documents@@"
@@ -173,7 +173,7 @@ def records(task: Similar, prose: Sequence[str], seed: int, count: int, least: i
             "kind": tuple(document.text for document in rest[size - len(needed) :]),
             "others": tuple(document.text for document in other.documents),
             "prose": tuple(chance.sample(prose, MAX_RECORDS)),
-            "lead-in": (LEAD_IN,),
+            "lead-in": (PROSE,),
         }
         needs = tuple(documents.index(each) for each in needed)
         yield Asked(replace(case, documents=tuple(documents), needs=needs), pools)
@@ -188,7 +188,7 @@ def paragraphs(path: Path, seed: int, count: int, least: int, most: int) -> Iter
         for case in load(path, None, each, documents=size, seed=seed + size):
             used = {document.text for document in case.documents}
             others = tuple(chance.sample([text for text in texts if text not in used], MAX_RECORDS))
-            yield Asked(case, {"kind": others, "prose": others, "others": others, "lead-in": (LEAD_IN,)})
+            yield Asked(case, {"kind": others, "prose": others, "others": others, "lead-in": (PROSE,)})
 
 
 def padded(asked: Asked, texts: Sequence[str], chance: Random, characters: int) -> Asked:

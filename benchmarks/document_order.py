@@ -47,7 +47,7 @@ from kvmosaic.model import LoadedModel, load_model
 
 OTHER_ORDER = "full attention, another order"
 STRATEGIES = ("sequential", "shared")
-CONTEXTS = ("system", "lead_in")
+CONTEXTS = ("system", "companions")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 from facts import RESULTS, save
 
 COLUMNS = "positions | documents saw | repair | divergence | equal greedy tokens | loss | repaired | work | first token"
-SAW = {"system": "system text", "lead_in": "system text, lead-in", "none": "nothing"}
+SAW = {"system": "system text", "companions": "system text, companions", "none": "nothing"}
 LEGEND = (
     "Divergence from full attention in nats per token, over the tokens of full attention's own greedy answer; equal "
     "greedy tokens: share of them that would have been chosen; loss: of the accepted answer, in nats per token, beside "

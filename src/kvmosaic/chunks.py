@@ -139,14 +139,18 @@ class ChunkStore:
         progress: Callable[[int, int], None] | None = None,
         *,
         chunk_context: ChunkContext | None = None,
+        with_places: bool = False,
     ) -> list[ChunkHandle]:
-        """Computes all chunks of tokenized prompts, each on its own, so that they need not fit in memory together."""
-        question = Segment(SegmentKind.QUESTION, (0,))
-        singles = []
-        for prompt in prompts:
-            system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
-            singles += [replace(prompt, segments=(*system, chunk, question)) for chunk in prompt.chunks]
-        return self._warm(singles, None, chunk_context, progress)
+        """Computes all chunks of tokenized prompts, each on its own, so that they need not fit in memory together.
+
+        With `with_places`, each is computed for every place that changes its companions; its handle is that of the
+        first place.
+        """
+        handles = list[ChunkHandle]()
+        singles = [single for prompt in prompts for single in prompt.singles(with_places=with_places)]
+        for single, handle in zip(singles, self._warm(singles, None, chunk_context, progress), strict=True):
+            handles += [] if single.place else [handle]
+        return handles
 
     def entries(self) -> list[Chunk]:
         """All cached chunks, oldest first."""
@@ -289,21 +293,21 @@ class _WarmedPrompts:
     """Prompts of one chunk each that were warmed, by salt and name; the latest ones, at most so many tokens."""
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[tuple[str, str, tuple[Segment, ...]], _Warmed] = OrderedDict()
+        self._prompts: OrderedDict[tuple[str, str, int, tuple[Segment, ...]], _Warmed] = OrderedDict()
         self._num_tokens = 0
 
     def note(self, prompt: Prompt, strategy: str | None, context: ChunkContext | None) -> None:
         for chunk in prompt.chunks:
             if chunk.name is None:
                 continue
-            key = (prompt.salt, chunk.name, prompt.segments)
+            key = (prompt.salt, chunk.name, prompt.place, prompt.segments)
             self._num_tokens += prompt.num_tokens if self._prompts.pop(key, None) is None else 0
             self._prompts[key] = (prompt, strategy, context)
         while self._num_tokens > MAX_WARMED_TOKENS:
             self._num_tokens -= self._prompts.popitem(last=False)[1][0].num_tokens
 
     def named(self, name: str, salt: str) -> list[_Warmed]:
-        return [known for (own, label, _), known in self._prompts.items() if own == salt and label == name]
+        return [known for (own, label, *_), known in self._prompts.items() if own == salt and label == name]
 
     def clear(self) -> None:
         self._prompts.clear()

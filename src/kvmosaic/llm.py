@@ -278,6 +278,7 @@ class LLM:
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
+        companions: Sequence[str] | None = None,
         find_documents: str | None = None,
         adapter: str | None = None,
         progress: Progress | None = None,
@@ -299,6 +300,8 @@ class LLM:
             position_strategy: instead of the configured one.
             chunk_context: as for `generate`.
             preamble: how much of the system text documents see, instead of the configured one.
+            companions: texts that documents see with chunk_context "companions", instead of the configured ones: best
+                three documents of the same kind that the prompt does not contain.
             find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
                 configured ones.
             adapter: name of the adapter that computes them; "": the base model; None: the default, see `LLM`.
@@ -310,7 +313,7 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
         params = self._params_for(sampling_params, len(conversations))
-        how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
+        how: dict[str, Any] = {"preamble": preamble, "companions": companions, "finder": self._finder(find_documents)}
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
         encoded = [
             self.compose(
@@ -326,7 +329,7 @@ class LLM:
         encoded = [replace(prompt, adapter=adapter) for prompt in encoded]
         if reader is not None:
             params = [reader.sampling(each) for each in params]
-        placing = position_strategy, chunk_context
+        placing = position_strategy, _context(chunk_context, companions)
         outputs = self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
         if reader is None:
             return outputs
@@ -384,6 +387,7 @@ class LLM:
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
+        companions: Sequence[str] | None = None,
         find_documents: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
@@ -401,7 +405,7 @@ class LLM:
                 raise InvalidTools(
                     "tools go with a conversation; give messages instead of a prompt, or leave tools out"
                 )
-            encoded = self._encoder_for(sampling_params).encode(prompt, salt=salt, **how)
+            encoded = self._encoder_for(sampling_params).beside(companions).encode(prompt, salt=salt, **how)
         else:
             encoded = self.compose(
                 prompt,
@@ -409,11 +413,12 @@ class LLM:
                 tools=None if reader is None else reader.tools,
                 salt=salt,
                 is_endless=params.window_tokens is not None,
+                companions=companions,
                 **how,
             )
         if reader is not None:
             params = reader.sampling(params)
-        placing = position_strategy, chunk_context
+        placing = position_strategy, _context(chunk_context, companions)
         outputs = self._stream(encoded, params, check_priority(priority), placing)
         return outputs if reader is None else reader.read_all(outputs, params)
 
@@ -431,20 +436,21 @@ class LLM:
         salt: str = "",
         is_endless: bool = False,
         preamble: str | int | None = None,
+        companions: Sequence[str] | None = None,
         finder: DocumentFinder | None = None,
     ) -> Prompt:
         """Renders a conversation over documents to a tokenized prompt, to look at or to pass to `generate`.
 
         A model without a chat template takes one question with an optional system text, as plain text. With
         `is_endless`, the question may be longer than the model: for sampling parameters with `window_tokens`. With
-        `preamble`, documents see that much of the system text, instead of what the settings say. `tools` are in the
+        `preamble` and `companions`, documents see these instead of what the settings say. `tools` are in the
         order of their names, whatever their order here. Without documents, a `finder` finds them in the messages,
         instead of the one of the settings.
 
         Raises:
             InvalidMessages, InvalidDocument, InvalidTools: see `chat`.
         """
-        encoder = self.encoder.endless() if is_endless else self.encoder
+        encoder = (self.encoder.endless() if is_endless else self.encoder).beside(companions)
         if tools and (read := read_tools(tools, None, True, self.model)) is not None:
             written = read.for_template()
             return encoder.encode_chat(messages, documents, salt=salt, preamble=preamble, finder=finder, tools=written)
@@ -464,6 +470,7 @@ class LLM:
         salt: str = "",
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
+        companions: Sequence[str] | None = None,
         find_documents: str | None = None,
         progress: Progress | None = None,
     ) -> list[ChunkHandle]:
@@ -477,6 +484,8 @@ class LLM:
             salt: tenant salt of these prompts.
             chunk_context: as these prompts will say it.
             preamble: as these prompts will say it.
+            companions: as these prompts will say them; then a document is computed for each place in a prompt that
+                changes its companions.
             find_documents: as these prompts will say it, if they have the documents in their texts ("patterns"): then
                 the text of a document is computed alone, without title and template. None: they pass `documents`.
             progress: called after every finished document.
@@ -492,8 +501,10 @@ class LLM:
         read = read_tools(tools, None, True, self.model)
         how = {"preamble": preamble, "find_documents": find_documents}
         options: dict[str, Any] = how | ({} if read is None else {"tools": read.for_template()})
-        prompts = [self.encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
-        return self.chunks.warm(prompts, progress, chunk_context=chunk_context)
+        encoder, context = self.encoder.beside(companions), _context(chunk_context, companions)
+        prompts = [encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
+        with_places = (context or self.chunk_cache_config.chunk_context) == "companions"
+        return self.chunks.warm(prompts, progress, chunk_context=context, with_places=with_places)
 
     def plan(
         self,
@@ -682,3 +693,8 @@ class LLM:
                     self.engine.step()
         finally:
             self.engine.abort_all([request])
+
+
+def _context(chunk_context: ChunkContext | None, companions: Sequence[str] | None) -> ChunkContext | None:
+    """Who names companions wants documents to see them."""
+    return "companions" if chunk_context is None and companions is not None else chunk_context

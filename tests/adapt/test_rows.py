@@ -53,10 +53,10 @@ def assert_close(found: list[list[float]], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "cohere2"])
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
-@pytest.mark.parametrize("context", ["system", "lead_in", "none"])
+@pytest.mark.parametrize("context", ["system", "companions", "none"])
 def test_composed_rows_are_what_the_engine_computes(family: str, strategy: str, context: ChunkContext) -> None:
     model = loaded_family(family)
-    prompt = replace(random_prompt(), lead_in=((21, 22, 23, 24),))
+    prompt = replace(random_prompt(), companions=((21, 22, 23, 24),))
     packed = composed_rows(arrange(prompt, strategy, context), with_answers(prompt))
     expected = engine_of(model).score(
         [prompt, prompt], [list(answer) for answer in ANSWERS], position_strategy=strategy, chunk_context=context

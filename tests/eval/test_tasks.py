@@ -68,6 +68,7 @@ def test_records_are_alike_and_only_one_has_the_answer(name: str) -> None:
         assert score_case(case, f"{said}, or {case.others[0]}") == 0, "another record's value is wrong"
         assert score_case(case, ", ".join(case.answers[::-1])) == (len(case.answers) == 1), "and so is the other name"
         assert score_case(case, f"{said}7") == 0 or ord(said[-1]) > 0x2E80, "a part of a longer word is another one"
+        assert len(case.companions) == 3 and not set(case.companions) & set(texts)
         assert len(case.needs) == len(case.answers) and "{" not in "".join((case.question, *texts))
 
 

@@ -27,7 +27,7 @@ def test_every_policy_meets_every_strategy_and_context() -> None:
     ("repairs", "strategies", "contexts", "said"),
     [
         (["none"], ["absolute"], ["system"], "the strategy 'absolute' is none of sequential, shared"),
-        (["none"], ["shared"], ["all"], "the context 'all' is none of system, lead_in, none"),
+        (["none"], ["shared"], ["all"], "the context 'all' is none of system, companions, none"),
         ([], ["shared"], ["system"], "give at least one policy"),
         (["none"], [], ["system"], "give at least one policy"),
         (["none"] * 101, ["shared"], ["system"], "101 policies are too many"),

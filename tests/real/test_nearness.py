@@ -24,16 +24,16 @@ QUESTIONS = (
 def test_what_tune_picks_is_near_to_full_attention(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("\n".join(QUESTIONS) + "\n")
     command = [sys.executable, "-m", "kvmosaic", "tune", str(model_folder), "--documents", str(DOCUMENTS)]
-    command += ["--questions", str(tmp_path / "questions.txt"), "--contexts", "system,lead_in", "--dtype", "float32"]
+    command += ["--questions", str(tmp_path / "questions.txt"), "--contexts", "system,companions", "--dtype", "float32"]
     command += ["--strategies", "sequential", "--repair", "none,query(0.15)", "--json", "--max-divergence", "0.02"]
     command += ["--min-agreement", "0.95", "--profile", str(tmp_path / "profile.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "CI": "1"})
     assert done.returncode == 0, done.stderr[-2_000:]
     found = json.loads(done.stdout)
     assert found["profile"]["goal"]["is_reached"]
-    assert found["profile"]["chunk_context"] == "lead_in"
+    assert found["profile"]["chunk_context"] == "companions"
     by_way = {(each["way"]["context"], each["way"]["repair"]): each for each in found["summaries"]}
-    best, context_free = by_way["lead_in", "query(0.15)"], by_way["system", "none"]
+    best, context_free = by_way["companions", "query(0.15)"], by_way["system", "none"]
     assert best["divergence"] < 0.02
     assert best["agreement"] >= 0.95
     assert best["repaired"] <= 0.15

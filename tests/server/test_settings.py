@@ -208,7 +208,12 @@ def test_every_setting_of_python_arrives_from_flag_variable_and_file(
 ) -> None:
     wanted = {
         **{"max_chunks": 7, "max_chunk_tokens": 99, "max_prompt_chunks": 5, "hash_algorithm": "xxh3_128"},
-        **{"verify_tokens": False, "log_stats_seconds": 2.5, "lead_in": "Read this first.", "memory_utilization": 0.5},
+        **{
+            "verify_tokens": False,
+            "log_stats_seconds": 2.5,
+            "companions": "prose",
+            "memory_utilization": 0.5,
+        },
     }
 
     def arrived() -> list[object]:

@@ -35,7 +35,7 @@ class LessonOptions:
         ),
     ] = "sequential"
     context: Annotated[
-        str, typer.Option("--chunk-context", metavar="NAME", help="What documents saw: system, lead_in or none.")
+        str, typer.Option("--chunk-context", metavar="NAME", help="What documents saw: system, companions or none.")
     ] = "system"
     prompt_documents: Annotated[
         str,

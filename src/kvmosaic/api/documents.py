@@ -20,8 +20,10 @@ from kvmosaic.documents.stored import (
     MAX_TTL_SECONDS,
     DocumentValues,
 )
-from kvmosaic.errors import InvalidDocument
+from kvmosaic.errors import InvalidConfig, InvalidDocument
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.companions import MAX_COMPANION_CHARACTERS, MAX_COMPANIONS, read_companions
 from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
 from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
@@ -111,6 +113,31 @@ PreambleField = Annotated[
         examples=["before:Today is"],
     ),
 ]
+
+
+def _read_companions(value: list[str] | None) -> list[str] | None:
+    try:
+        return None if value is None else list(read_companions(value))
+    except InvalidConfig as error:
+        raise PydanticCustomError("companions", "{message}", {"message": str(error)}) from None
+
+
+_Companion = Annotated[str, Field(max_length=MAX_COMPANION_CHARACTERS)]
+CompanionsField = Annotated[
+    Annotated[list[_Companion], Field(max_length=MAX_COMPANIONS)] | None,
+    AfterValidator(_read_companions),
+    Field(
+        description="Texts that documents see when they are computed, and that the prompt does not contain: best three "
+        "documents of the same kind. The second document sees one of them, the third two, and so on. Default: the "
+        "server's setting."
+    ),
+]
+
+
+def context_of(body: Any) -> ChunkContext | None:
+    """The `chunk_context` of a body; who names companions wants documents to see them."""
+    named: ChunkContext | None = body.chunk_context
+    return "companions" if named is None and body.companions is not None else named
 
 
 FindDocumentsField = Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None

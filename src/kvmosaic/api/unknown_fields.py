@@ -20,6 +20,7 @@ _MATTERING = (
         "cache_salt",
         "find_documents",
         "preamble",
+        "companions",
         "position_strategy",
         "chunk_context",
         "repair",

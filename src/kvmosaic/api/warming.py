@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvmosaic.api.documents import DocumentFields, DocumentId, FindDocumentsField, PreambleField
+from kvmosaic.api.documents import CompanionsField, DocumentFields, DocumentId, FindDocumentsField, PreambleField
 from kvmosaic.api.errors import ApiError, ErrorDetail
 from kvmosaic.api.fields import Body, Reply, Text
+from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document
 
 MAX_WARM_IDS = 10_000
@@ -33,10 +34,11 @@ class WarmOptions(Body):
         Field(description="Where it will be used; /v1/completions writes documents without the chat template."),
     ] = None
     chunk_context: Annotated[
-        Literal["system", "none"] | None,
+        ChunkContext | None,
         Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
     ] = None
     preamble: PreambleField = None
+    companions: CompanionsField = None
     find_documents: Annotated[
         FindDocumentsField,
         Field(

@@ -62,8 +62,8 @@ class SpanPlan:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether it is a lead-in that no chunk needs now, so that it takes no blocks."""
-        return self.kind is SegmentKind.LEAD_IN and not self.num_tokens
+        """Whether it is a companion that no chunk needs now, so that it takes no blocks."""
+        return self.kind is SegmentKind.COMPANION and not self.num_tokens
 
     @property
     def num_to_compute(self) -> int:
@@ -219,12 +219,12 @@ class CacheLookup:
         )
         for index, span in enumerate(layout.spans):
             draft.spans.append(self._plan_chunk(draft, index) if span.is_chunk else self._plan_prefix(draft, index))
-        return Plan(layout, salt, tuple(_without_idle_lead_in(layout, draft.spans)), tenant)
+        return Plan(layout, salt, tuple(_without_idle_companions(layout, draft.spans)), tenant)
 
     def revalidate(self, plan: Plan, loaded: Collection[Key] = ()) -> list[CacheHit] | None:
         """Current cache hits for the spans of an older plan; None if the plan is no longer valid.
 
-        That is, if one of its keys has been taken by other tokens since, or an omitted lead-in is needed after all.
+        That is, if one of its keys has been taken by other tokens since, or an omitted companion is needed after all.
 
         Args:
             plan: the older plan.
@@ -385,12 +385,12 @@ def _identity(chain: KeyChain, key: Key, root: Key, tokens: bytes, chunk: Chunk 
     return key if chain.algorithm == "sha256" else chain.run_encoded(root, tokens)
 
 
-def _without_idle_lead_in(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
-    """The spans of a plan; a text of the lead-in that no chunk needs takes no blocks and is not computed."""
-    computed = [span.index for span in spans if span.action == "compute" and span.kind is not SegmentKind.LEAD_IN]
+def _without_idle_companions(layout: Layout, spans: list[SpanPlan]) -> Iterator[SpanPlan]:
+    """The spans of a plan; a companion that no chunk needs takes no blocks and is not computed."""
+    computed = [span.index for span in spans if span.action == "compute" and span.kind is not SegmentKind.COMPANION]
     needed = {view.span for index in computed for view in layout.spans[index].views}
     for span in spans:
-        if span.kind is SegmentKind.LEAD_IN and span.index not in needed:
+        if span.kind is SegmentKind.COMPANION and span.index not in needed:
             span = replace(span, action="reuse", num_tokens=0, num_reused=0, block_ids=(), block_keys=(), tokens=b"")
         yield span
 

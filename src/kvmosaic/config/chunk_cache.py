@@ -11,7 +11,7 @@ from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
-from kvmosaic.prompt.lead_in import LEAD_IN, MAX_LEAD_IN_CHARACTERS
+from kvmosaic.prompt.companions import BUNDLED, read_companions
 from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_find_documents
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.separator import read_separator
@@ -21,14 +21,8 @@ from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 _AUTO: Any = Unset("auto")
 _SYSTEM: Any = Unset("system")
 _REPAIR: Any = Unset(DEFAULT_REPAIR)
-_LEAD_IN: Any = Unset(LEAD_IN)
 AUTO_SIZE = "auto"
 """The `chunk_cache_size` that is chosen by the free memory."""
-
-
-def _check_lead_in(text: Any) -> None:
-    if not isinstance(text, str) or not 1 <= len(text.strip()) <= MAX_LEAD_IN_CHARACTERS:
-        raise InvalidConfig(f"lead_in must be a text of 1 to {MAX_LEAD_IN_CHARACTERS} characters, got {text!r:.80}")
 
 
 def _check_size(size: Any) -> None:
@@ -107,8 +101,8 @@ class ChunkCacheConfig:
     chunk_context: ChunkContext = _cache(
         _SYSTEM,
         unset="as the model's profile says, or system",
-        help="What a document saw when it was computed: the system text, that and a lead-in (a text that is not in the "
-        "prompt), or nothing.",
+        help="What a document saw when it was computed: the system text, that and as many `companions` as there are "
+        "documents before it, or nothing.",
     )
     preamble: str | int = _cache(
         _AUTO,
@@ -133,14 +127,13 @@ class ChunkCacheConfig:
         metavar="REGEX",
         help="A pattern of one's own for `find_documents`, with the groups text and (optional) name.",
     )
-    lead_in: str = _cache(
-        _LEAD_IN,
-        check=_check_lead_in,
-        max_length=MAX_LEAD_IN_CHARACTERS,
-        metavar="TEXT",
-        unset="a bundled paragraph in English",
-        help="The text in front of documents when they are computed with chunk_context lead_in; no prompt contains it. "
-        "About a paragraph, best in the language of the documents.",
+    companions: str | tuple[str, ...] = _cache(
+        BUNDLED,
+        check=read_companions,
+        max_length=4096,
+        metavar="FILE",
+        help="Texts that documents see with `chunk_context` companions, and that no prompt contains: a file of up to 8 "
+        "with empty lines between them, best three documents of the same kind; prose: a bundled paragraph.",
     )
     repair: str | RepairPolicy = _cache(
         _REPAIR,

@@ -134,7 +134,7 @@ class Placer:
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
         if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
             # the lead-in has no room
-            layout = arrange(replace(prompt, lead_in=()), strategy, context, moves_sections=model.is_movable)
+            layout = arrange(replace(prompt, companions=()), strategy, context, moves_sections=model.is_movable)
         if chunks_only:
             layout = replace(layout, spans=layout.spans[:-1])
         layout = replace(layout, adapter=adapter)

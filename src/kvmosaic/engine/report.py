@@ -19,7 +19,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
     max_found = window.sink_tokens + window.window_tokens if window is not None else None
     segments = []
     for index, (span, allocated) in enumerate(zip(layout.spans, allocation.spans, strict=True)):
-        if span.is_repair or span.is_lead_in:
+        if span.is_repair or span.is_companion:
             continue
         num_reused = min(sequence.num_reused[index], span.num_tokens)
         seconds = sequence.span_seconds.get(index) or sequence.allocate_seconds / max(num_found, 1)

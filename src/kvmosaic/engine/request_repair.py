@@ -143,7 +143,7 @@ class RequestRepair:
         num_repaired = 0
         if self.is_full:  # the hits began with the system text
             num_repaired = num_tokens
-            before = sum(span.num_tokens for span in self.layout.spans[: self.chunks[0]] if not span.is_lead_in)
+            before = sum(span.num_tokens for span in self.layout.spans[: self.chunks[0]] if not span.is_companion)
             num_found = min(max(num_found - before, 0), num_tokens)
         if (index := layout.repair) is not None:
             num_repaired = layout.spans[index].num_tokens

@@ -49,6 +49,8 @@ class Case:
     each document is one chunk."""
     others: tuple[str, ...] = ()
     """What the same question has as answers for other documents: saying one of them is wrong."""
+    companions: tuple[str, ...] = ()
+    """Texts like its documents, which these see with the chunk context "companions"; empty: those of the settings."""
     is_ordered: bool = False
     """Whether its answer depends on the order of its documents."""
 

@@ -36,7 +36,7 @@ def prompt_of(llm: LLM, case: Case) -> Prompt:
     """
     if not case.documents:
         raise InvalidConfig(f"case {case.id!r} has no documents, so there is nothing to compose; leave it out")
-    prompt = llm.compose(_messages(case), documents=case.documents)
+    prompt = llm.compose(_messages(case), documents=case.documents, companions=case.companions or None)
     if case.piece_tokens is None:
         return prompt
     pieces = [piece for segment in prompt.segments for piece in _cut(segment, case.piece_tokens)]

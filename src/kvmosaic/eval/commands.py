@@ -32,7 +32,7 @@ Strategies = Annotated[
 Contexts = Annotated[
     str,
     typer.Option(
-        metavar="NAMES", help="What documents saw when they were computed: system, lead_in, none, parted by commas."
+        metavar="NAMES", help="What documents saw when they were computed: system, companions, none, parted by commas."
     ),
 ]
 Resume = Annotated[
@@ -184,7 +184,7 @@ def eval_command(
 
 
 def _learned(tasks: Sequence[str], model: str) -> tuple[str, ...]:
-    """Tasks of which a model has learned the like: the bundled reader knows no records, and ratios of nothing say nothing."""
+    """The tasks for a model: the bundled reader has learned no records, and ratios of nothing say nothing."""
     from kvmosaic.assembly import BUNDLED_READER
 
     return tuple(task for task in tasks if task != "similar" or model != BUNDLED_READER)
@@ -273,7 +273,7 @@ def tune_command(
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
     ] = None,
     strategies: Strategies = ALL_STRATEGIES,
-    contexts: Contexts = "system,lead_in",
+    contexts: Contexts = "system,companions",
     cases: Annotated[int | None, typer.Option(min=1, max=100_000, help=CASES_HELP.format("64"))] = None,
     capacity: Capacity = "1GiB",
     resume: Resume = None,

@@ -113,6 +113,7 @@ class Similar:
             metric="only",
             answer_tokens=_SIMILAR_ANSWER_TOKENS,
             others=drawn.others,
+            companions=drawn.companions,
         )
 
     def __str__(self) -> str:

@@ -32,9 +32,9 @@ def arrange(
     system segment, and chunks named in `sees`), or at position 0 when it sees nothing; a later part of a split document
     so much later as the document has tokens before it, unless it is a section. The views of texts and question move it.
     Without `moves_sections`, for a model whose keys cannot be moved, a section is like any other part. With the context
-    "lead_in" texts of the prompt's lead-in are between system segment and chunk when the chunk is computed, and are
+    "companions", texts of `Prompt.companions` are between system segment and chunk when the chunk is computed, and are
     dropped afterwards: as many as there are documents before it in the prompt, or all, so none for the first document.
-    With `absolute` positions, where nothing moves, and without a lead-in, "lead_in" equals the context "system".
+    With `absolute` positions, where nothing moves, and without companions, it equals the context "system".
 
     Raises:
         InvalidOffset: an offset that is missing, unexpected or inside the system prompt.
@@ -42,27 +42,28 @@ def arrange(
         InvalidConfig: an unknown strategy or chunk context.
     """
     rules = strategy_named(strategy)
-    if chunk_context not in ("system", "lead_in", "none"):
-        raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system', 'lead_in' or 'none'")
+    if chunk_context not in ("system", "companions", "none"):
+        raise InvalidConfig(f"chunk_context is {chunk_context!r}; choose 'system', 'companions' or 'none'")
     if prompt.is_plain:
         return Layout((Span(prompt.segments[0], 0),), strategy, chunk_context)
-    if chunk_context == "lead_in" and (rules.takes_offsets or not prompt.lead_in):
+    if chunk_context == "companions" and (rules.takes_offsets or not prompt.companions):
         chunk_context = "system"
     system = prompt.segments[0] if prompt.segments[0].kind is SegmentKind.SYSTEM else None
     spans = [Span(system, 0)] if system else []
-    if chunk_context == "lead_in":
-        for text in prompt.lead_in[: sum(not chunk.continues for chunk in prompt.chunks[1:])]:
+    if chunk_context == "companions":
+        num_later = sum(not chunk.continues for chunk in prompt.chunks[1:])
+        for text in prompt.companions[: prompt.place + num_later]:
             start, views = spans[-1].end if spans else 0, tuple(View(index, 0) for index in range(len(spans)))
-            spans.append(Span(Segment(SegmentKind.LEAD_IN, text), start, views))
+            spans.append(Span(Segment(SegmentKind.COMPANION, text), start, views))
     placed = _Placed(rules, spans, start_of_chunks=_before_chunks(prompt), moves_sections=moves_sections)
     seen_by = iter(seen_chunks(prompt.chunks))
-    num_before = -1
+    num_before = prompt.place - 1
     for segment in prompt.segments[1 if system else 0 : -1]:
         if segment.kind is SegmentKind.TEXT:
             placed.add_text(segment)
             continue
         num_before += not placed.chunks or not segment.continues
-        context = () if chunk_context == "none" else _context(spans[: placed.first], num_before)
+        context = () if chunk_context == "none" else _context(spans[: placed.first], num_before, segment)
         base = spans[context[-1].span].end if context else 0
         views, start = placed.views_of(next(seen_by), base)
         if rules.takes_offsets:
@@ -88,15 +89,15 @@ class _Placed:
     ) -> None:
         self.spans = spans
         self.first = len(spans)
-        """Number of spans before the first chunk or text: the system segment and the lead-in."""
+        """Number of spans before the first chunk or text: the system segment and the companions."""
         self.start_of_chunks = start_of_chunks
         """Position after the system segment and the texts before the first chunk."""
         self.chunks: list[int] = []
         """Indexes of the chunks' spans."""
         self._rules = rules
         self._moves_sections = moves_sections and not rules.takes_offsets
-        self._positions = {index: span.start for index, span in enumerate(spans) if not span.is_lead_in}
-        """Where the prompt reads each span; no lead-in."""
+        self._positions = {index: span.start for index, span in enumerate(spans) if not span.is_companion}
+        """Where the prompt reads each span; no companion."""
         self._cursor = sum(spans[index].num_tokens for index in self._positions)
         """End of all spans, if they are one after the other."""
         self._end = self._cursor
@@ -145,10 +146,12 @@ def _before_chunks(prompt: Prompt) -> int:
     return sum(segment.num_tokens for segment in before)
 
 
-def _context(spans: list[Span], num_before: int) -> tuple[View, ...]:
-    """What a chunk sees: the system segment, and a text of the lead-in for each document before it in the prompt."""
-    num_system = sum(not span.is_lead_in for span in spans)
-    return tuple(View(index, 0) for index in range(min(len(spans), num_system + num_before)))
+def _context(spans: list[Span], num_before: int, chunk: Segment) -> tuple[View, ...]:
+    """What a chunk sees: the system segment, and a companion for each document before it, never itself."""
+    num_system = sum(not span.is_companion for span in spans)
+    seen = spans[: num_system + num_before]
+    same = (index for index, span in enumerate(seen) if span.is_companion and span.token_ids == chunk.token_ids)
+    return tuple(View(index, 0) for index in range(next(same, len(seen))))
 
 
 def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:

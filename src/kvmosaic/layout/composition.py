@@ -23,8 +23,8 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
     parts = [apart]
     if any(view.visibility and view.visibility.weight != UNWEIGHTED for view in layout.last.views):
         parts.append("the question weighs documents differently")
-    if any(span.is_lead_in for span in layout.spans):
-        parts.append("documents after the first were computed after a lead-in")
+    if any(span.is_companion for span in layout.spans):
+        parts.append("documents after the first were computed after companions")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     elif rest := _unseen_before(layout):

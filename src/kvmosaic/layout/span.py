@@ -8,7 +8,7 @@ from typing import Literal
 from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Segment, SegmentKind
 
-ChunkContext = Literal["system", "lead_in", "none"]
+ChunkContext = Literal["system", "companions", "none"]
 """What chunks see when they are computed: the system text, the system text and a lead-in, or nothing."""
 
 
@@ -79,9 +79,9 @@ class Span:
         return self.segment.kind is SegmentKind.REPAIR
 
     @property
-    def is_lead_in(self) -> bool:
+    def is_companion(self) -> bool:
         """Whether only chunks see it, when they are computed."""
-        return self.segment.kind is SegmentKind.LEAD_IN
+        return self.segment.kind is SegmentKind.COMPANION
 
     @property
     def is_text(self) -> bool:
@@ -150,7 +150,7 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return sum(span.num_tokens for span in self.spans if not span.is_repair and not span.is_lead_in)
+        return sum(span.num_tokens for span in self.spans if not span.is_repair and not span.is_companion)
 
     @property
     def repair(self) -> int | None:

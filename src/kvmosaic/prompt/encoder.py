@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.chat_template.document_placement import place_documents
+from kvmosaic.prompt.companions import read_companions
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
@@ -34,6 +35,7 @@ MAX_ENDLESS_TOKENS = 2**20
 """Maximum tokens of a question (or plain prompt) processed by a rolling window."""
 
 _PLACEHOLDER_QUESTION = "?"
+_MAX_KNOWN_COMPANIONS = 256
 _EMPTY_LINE = "\n\n"
 
 
@@ -70,8 +72,9 @@ class PromptEncoder:
             read_find_documents(self.settings.find_documents), self.settings.document_pattern
         )
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
-        self._lead_in: tuple[str, tuple[int, ...]] = ("", ())
-        """The latest lead-in text and its tokens."""
+        self._companions = read_companions(self.settings.companions)
+        self._known_companions: dict[str, tuple[int, ...]] = {}
+        """Companions as they are written in a prompt, and their tokens."""
         self._is_endless = False
         self._is_joining = False
         self._splits = self.settings.long_chunks != "error"
@@ -80,6 +83,14 @@ class PromptEncoder:
         """The same encoder for a rolling window: question and plain prompt may exceed the model's positions."""
         other = copy.copy(self)
         other._is_endless = True
+        return other
+
+    def beside(self, companions: Sequence[str] | None) -> PromptEncoder:
+        """The same encoder with other companions than the settings' (None: the same); see `read_companions`."""
+        if companions is None:
+            return self
+        other = copy.copy(self)
+        other._companions = read_companions(companions)
         return other
 
     def joining(self) -> PromptEncoder:
@@ -153,10 +164,10 @@ class PromptEncoder:
         is_split = any(segment.kind is SegmentKind.TEXT for segment in given[:2])  # by the caller
         if not self._is_joining and not is_split:
             segments, encodings = with_preamble_tokens(segments, encodings, rule.num_tokens)
-        lead_in = prompt.lead_in or self._lead_in_tokens([foreign(self.settings.lead_in)], segments)
+        companions = prompt.companions or self._companion_tokens(_found_text, segments)
         checked = self._checked(segments, encodings, prompt.salt)
         checked = replace(
-            checked, tenant=prompt.tenant, is_joined=prompt.is_joined, lead_in=lead_in, adapter=prompt.adapter
+            checked, tenant=prompt.tenant, is_joined=prompt.is_joined, companions=companions, adapter=prompt.adapter
         )
         if not self._is_joining or checked.is_plain:
             return checked
@@ -221,8 +232,8 @@ class PromptEncoder:
         drafts += [document_draft(document, sees, placing.chunk(document)) for document, sees in seen]
         drafts += drafts_of(self._placed_parts(placing.tail, finder, len(read)))
         prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
-        lead_in = self._lead_in_tokens(placing.chunk(Document(self.settings.lead_in)), prompt.segments)
-        return replace(prompt, lead_in=lead_in)
+        companions = self._companion_tokens(lambda text: placing.chunk(Document(text)), prompt.segments)
+        return replace(prompt, companions=companions)
 
     def _placed_parts(self, tail: Sequence[TextPiece], finder: DocumentFinder | None, num_documents: int) -> list[Part]:
         """What follows the documents of a conversation, split at documents placed in its messages."""
@@ -248,7 +259,7 @@ class PromptEncoder:
         drafts = before + drafts
         num_tokens = rule.num_tokens if end is None else None
         prompt = self._from_pieces(drafts, salt, conversation.last_answer, num_tokens)
-        return replace(prompt, lead_in=self._lead_in_tokens([foreign(self.settings.lead_in)], prompt.segments))
+        return replace(prompt, companions=self._companion_tokens(_found_text, prompt.segments))
 
     def encode_documents(
         self,
@@ -319,14 +330,21 @@ class PromptEncoder:
     def _prefix(self) -> tuple[int, ...]:
         return self._pieces.prefix if self._pieces else ()
 
-    def _lead_in_tokens(self, pieces: Sequence[TextPiece], segments: Sequence[Segment]) -> tuple[tuple[int, ...], ...]:
-        """Lead-in tokens for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
+    def _companion_tokens(
+        self, written: Callable[[str], Sequence[TextPiece]], segments: Sequence[Segment]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Companions for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
-        text = joined(pieces)
-        if self._lead_in[0] != text:
-            self._lead_in = (text, self._pieces.encode(pieces).token_ids)
-        return (self._lead_in[1],)
+        tokens, known = [], self._known_companions
+        for pieces in map(written, self._companions):
+            text = joined(pieces)
+            if text not in known:
+                if len(known) == _MAX_KNOWN_COMPANIONS:
+                    known.clear()
+                known[text] = self._pieces.encode(pieces).token_ids
+            tokens.append(known[text])
+        return tuple(tokens)
 
     def _from_pieces(
         self,
@@ -468,6 +486,11 @@ class PromptEncoder:
                 "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
             )
         return self.tokenizer
+
+
+def _found_text(text: str) -> list[TextPiece]:
+    """A companion of documents that have no template around them."""
+    return [foreign(text + _EMPTY_LINE)]
 
 
 def _gap(before: Sequence[TextPiece], piece: TextPiece) -> str:

@@ -39,7 +39,7 @@ class SegmentKind(StrEnum):
     """The only segment of an ordinary prompt: causal, position 0, no documents."""
     REPAIR = "repair"
     """Recomputed tokens of chunks; in layouts only, never in a prompt."""
-    LEAD_IN = "lead_in"
+    COMPANION = "companion"
     """A text before chunks during their prefill, which nothing else sees; in layouts only."""
 
 
@@ -50,11 +50,11 @@ _NAMELESS = {
     SegmentKind.QUESTION: "question",
     SegmentKind.PLAIN: "prompt",
     SegmentKind.REPAIR: "repaired tokens",
-    SegmentKind.LEAD_IN: "lead-in",
+    SegmentKind.COMPANION: "companion",
 }
 
 
-_OF_LAYOUTS = (SegmentKind.REPAIR, SegmentKind.LEAD_IN)
+_OF_LAYOUTS = (SegmentKind.REPAIR, SegmentKind.COMPANION)
 
 
 def _kind(kind: object) -> SegmentKind:
@@ -163,9 +163,11 @@ class Prompt:
     tenant: str = ""
     is_joined: bool = field(default=False, compare=False)
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
-    lead_in: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
-    """Texts before its documents during their prefill, with chunk_context "lead_in": document k (from 0) is computed
-    after the first k of them."""
+    companions: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
+    """Texts before its documents during their prefill, with chunk_context "companions": document k (from 0) is computed
+    after the first k of them, or all; one that is itself a companion, after those before it."""
+    place: int = field(default=0, compare=False, repr=False)
+    """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
     adapter: str | None = None
     """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
     prompts with documents only."""
@@ -298,6 +300,18 @@ class Prompt:
         for document, sees in zip(read, seen_documents(read), strict=True):
             segments.append(replace(document_segment(document, sees), text=document.plain_text))
         return cls((*segments, _text_segment(SegmentKind.QUESTION, question)), salt=salt)
+
+    def singles(self, *, with_places: bool = False) -> list[Prompt]:
+        """One prompt for each chunk alone after the system text, as warming computes them.
+
+        With `with_places`, one for each number of documents before it that changes its companions.
+        """
+        system = [segment for segment in self.segments if segment.kind is SegmentKind.SYSTEM]
+        question = Segment(SegmentKind.QUESTION, (0,))
+        places = range(len(self.companions) + 1) if with_places else range(1)
+        return [
+            replace(self, segments=(*system, chunk, question), place=place) for chunk in self.chunks for place in places
+        ]
 
     @classmethod
     def from_tokens(

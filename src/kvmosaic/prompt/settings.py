@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvmosaic.errors import InvalidTokenId, PromptTooLong
-from kvmosaic.prompt.lead_in import LEAD_IN
+from kvmosaic.prompt.companions import BUNDLED
 
 
 class PromptSettings(Protocol):
@@ -46,8 +46,8 @@ class PromptSettings(Protocol):
         """A pattern of one's own for that."""
 
     @property
-    def lead_in(self) -> str:
-        """The text before documents during prefill with chunk_context "lead_in"."""
+    def companions(self) -> str | tuple[str, ...]:
+        """Texts that documents see with chunk_context "companions"; see `kvmosaic.prompt.companions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PromptOptions:
     preamble: str | int = "auto"
     find_documents: str = "none"
     document_pattern: str | None = None
-    lead_in: str = LEAD_IN
+    companions: str | tuple[str, ...] = BUNDLED
 
 
 class _Ends(Protocol):

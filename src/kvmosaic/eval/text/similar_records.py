@@ -17,6 +17,7 @@ from typing import Any
 
 LANGUAGES = ("en", "de", "es", "fr", "ru", "zh")
 MAX_RECORDS = 12
+NUM_COMPANIONS = 3
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -30,22 +31,25 @@ class SimilarRecords:
     answers: tuple[str, ...]
     needs: tuple[int, ...]
     others: tuple[str, ...]
+    companions: tuple[str, ...]
+    """More records, about which nothing is asked."""
 
 
 def similar_records(chance: Random, language: str, count: int, num_more: int, num_asked: int) -> SimilarRecords:
     """Draws `count` records with `num_more` more sentences each, and a question about `num_asked` of them."""
     texts = _texts(language)
     kind = chance.choice(texts["kind"])
-    rows = _rows(chance, kind, count)
+    rows = _rows(chance, kind, count + NUM_COMPANIONS)
     text = ("" if language == "zh" else " ").join([kind["record"], *kind["more"][:num_more]])
     records = tuple(text.format(**row) for row in rows)
+    rows = rows[:count]
     asked, question = chance.choice(list(kind["questions"].items()))
     needs = tuple(chance.sample(range(count), num_asked))
     questions = [question.format(**rows[number]) for number in needs]
     answers = tuple(rows[number][asked] for number in needs)
     others = tuple(row[asked] for number, row in enumerate(rows) if number not in needs)
     both = questions[0] if num_asked == 1 else texts["both"].format(first=questions[0], second=questions[1])
-    return SimilarRecords(texts["system"], records, both, answers, needs, others)
+    return SimilarRecords(texts["system"], records[:count], both, answers, needs, others, records[count:])
 
 
 @cache

@@ -13,7 +13,7 @@ from kvmosaic.api.warming import WarmedDocument
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheOff
 from kvmosaic.layout import ChunkContext
-from kvmosaic.prompt import Document, Prompt, Segment, SegmentKind
+from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.patterns import FindDocuments
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.services import Services
@@ -41,6 +41,8 @@ class WarmJob:
     """In the same way, their `preamble`."""
     find_documents: FindDocuments = ()
     """Their `find_documents`, if they have the documents in their texts."""
+    companions: Sequence[str] | None = None
+    """Their `companions`."""
 
 
 def check_warmable(services: Services, tenant: Tenant) -> None:
@@ -148,9 +150,8 @@ async def _end_of(
 
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
-    """Returns one prompt for each chunk, so that the parts of a split document need not fit into memory together."""
-    encoder = services.llm.encoder
-    prompt = encoder.encode_documents(
+    """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
+    prompt = services.llm.encoder.beside(job.companions).encode_documents(
         [document],
         job.system,
         salt=job.salt,
@@ -158,6 +159,5 @@ def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: st
         preamble=job.preamble,
         find_documents=job.find_documents,
     )
-    system = [segment for segment in prompt.segments if segment.kind is SegmentKind.SYSTEM]
-    question = Segment(SegmentKind.QUESTION, (0,))
-    return [replace(prompt, segments=(*system, chunk, question), tenant=tenant) for chunk in prompt.chunks]
+    context = job.chunk_context or services.llm.chunk_cache_config.chunk_context
+    return [replace(single, tenant=tenant) for single in prompt.singles(with_places=context == "companions")]

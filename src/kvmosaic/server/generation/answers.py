@@ -13,6 +13,7 @@ import anyio
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from kvmosaic.api.documents import context_of
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import ChunkContext
 from kvmosaic.sampling import Logprob, SamplingParams
@@ -79,7 +80,7 @@ class GenerationRequest:
             params=params,
             priority=body.priority or 0,
             position_strategy=body.position_strategy,
-            chunk_context=body.chunk_context,
+            chunk_context=context_of(body),
             trace=trace,
             warnings=warnings_of(request),
         )

@@ -154,7 +154,7 @@ def text_prompt(
         InvalidPrompt: and its kinds.
         UnknownDocument: an id that this tenant has not stored.
     """
-    encoder, salt = sources.llm.encoder, body.cache_salt or ""
+    encoder, salt = sources.llm.encoder.beside(getattr(body, "companions", None)), body.cache_salt or ""
     if _is_endless(body):
         encoder = encoder.endless()
     with told_by_place(body):
@@ -192,7 +192,7 @@ def _encode_chat(
     rendering: Rendering,
     finder: DocumentFinder,
 ) -> Prompt:
-    salt, preamble = body.cache_salt or "", body.preamble
+    salt, preamble, companions = body.cache_salt or "", body.preamble, getattr(body, "companions", None)
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
         if rendering.tools:
@@ -202,7 +202,7 @@ def _encode_chat(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
         how: dict[str, Any] = {"is_endless": rendering.is_endless, "preamble": preamble, "finder": finder}
-        return llm.compose(messages, documents=documents or None, salt=salt, **how)
+        return llm.compose(messages, documents=documents or None, salt=salt, companions=companions, **how)
     check_variables(llm.model.tokenizer, options)
     if rendering.tools:
         options["tools"] = list(rendering.tools)
@@ -214,7 +214,7 @@ def _encode_chat(
                 "add_generation_prompt and continue_final_message exclude each other; set one of them"
             )
         options["continue_final_message"] = True
-    encoder = llm.encoder.endless() if rendering.is_endless else llm.encoder
+    encoder = (llm.encoder.endless() if rendering.is_endless else llm.encoder).beside(companions)
     return encoder.encode_chat(messages, documents or None, salt=salt, preamble=preamble, finder=finder, **options)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from kvmosaic.api.documents import DocumentFields
+from kvmosaic.api.documents import CompanionsField, DocumentFields
 from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Only, Plain, TokenId
 from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
+from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.llm import LLM
 from kvmosaic.prompt.segment import MAX_ADAPTER_CHARACTERS
@@ -153,12 +154,14 @@ class GenerationFields(DocumentFields, StructuredFields):
         Field(description="Positions of documents; default: the server's setting."),
     ] = None
     chunk_context: Annotated[
-        Literal["system", "none"] | None,
+        ChunkContext | None,
         Field(
-            description="What documents saw when they were computed: the system text, or nothing, so that they serve "
-            "under any system text. Default: the server's setting."
+            description="What documents saw when they were computed: the system text; that and as many companions as "
+            "there are documents before them; or nothing, so that they serve under any system text. Default: the "
+            "server's setting, or companions where the request has some."
         ),
     ] = None
+    companions: CompanionsField = None
     repair: Annotated[
         str | None,
         Field(

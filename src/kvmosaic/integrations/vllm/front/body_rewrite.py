@@ -138,7 +138,9 @@ def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: H
         params |= renderer.with_stored_documents(ready.composition).to_params()
     token_ids = list(ready.token_ids)
     changed = {
-        name: value for name, value in body.items() if name not in ("documents", "preamble", "find_documents", *FIELDS)
+        name: value
+        for name, value in body.items()
+        if name not in ("documents", "preamble", "companions", "find_documents", *FIELDS)
     }
     if is_elsewhere:
         changed = _as_completion(changed, token_ids, renderer.model.max_positions)

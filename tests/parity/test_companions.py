@@ -1,4 +1,4 @@
-"""What a lead-in promises: the engine == one dense forward in which chunks, and nothing else, see it."""
+"""What companions promise: the engine == one dense forward in which chunks, and nothing else, see them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvmosaic.prompt import Prompt
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 TEXTS = st.lists(st.integers(3, 99), min_size=1, max_size=9).map(tuple)
-LEAD_INS = st.lists(TEXTS, min_size=1, max_size=3).map(tuple)
+COMPANIONS = st.lists(TEXTS, min_size=1, max_size=3).map(tuple)
 RUN = {name: each for name, each in settings_of_a_run.items() if name != "context"}
 SYSTEM, QUESTION = [3, 4, 5], [90, 91, 92]
 DOCUMENTS = [list(range(20, 33)), list(range(40, 49)), list(range(60, 75))]
-PROMPT = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION), lead_in=((70, 71, 72, 73, 74),))
+PROMPT = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION), companions=((70, 71, 72, 73, 74),))
 
 
 @cache
@@ -43,58 +43,60 @@ def check(engine, prompt, repair=None):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12)
-@given(prompt=prompts(), lead_in=LEAD_INS, repair=st.sampled_from([None, "first(3)", "query(0.3)", "full"]), **RUN)
-def test_answers_from_documents_with_a_lead_in_equal_the_dense_forward(
-    family, prompt, lead_in, repair, strategy, block_size, budget, fragmented
+@given(prompt=prompts(), companions=COMPANIONS, repair=st.sampled_from([None, "first(3)", "query(0.3)", "full"]), **RUN)
+def test_answers_from_documents_with_companions_equal_the_dense_forward(
+    family, prompt, companions, repair, strategy, block_size, budget, fragmented
 ):
-    prompt = replace(prompt, lead_in=lead_in)
-    engine = engine_of_a_run(loaded(family), strategy, "lead_in", block_size, budget, fragmented, blocks=(900, 700))
+    prompt = replace(prompt, companions=companions)
+    engine = engine_of_a_run(loaded(family), strategy, "companions", block_size, budget, fragmented, blocks=(900, 700))
     for _ in range(2):
         check(engine, prompt, repair)
 
 
 @pytest.mark.parametrize("repair", [None, "query(0.3)"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_lead_in_is_computed_only_while_a_chunk_is_missing(repair, prefix_caching):
+def test_companions_are_computed_only_while_a_chunk_is_missing(repair, prefix_caching):
     engine = build_engine(
-        loaded("llama"), chunk_context="lead_in", position_strategy="sequential", prefix_caching=prefix_caching
+        loaded("llama"), chunk_context="companions", position_strategy="sequential", prefix_caching=prefix_caching
     )
     check(engine, PROMPT, repair)
     known = len(engine.runner.logits), engine.kv_cache.statistics()
-    plan = engine.kv_cache.plan(arrange(PROMPT, "sequential", "lead_in"))
-    assert [span.num_tokens for span in plan.spans if span.kind == "lead_in"] == [0] and known
+    plan = engine.kv_cache.plan(arrange(PROMPT, "sequential", "companions"))
+    assert [span.num_tokens for span in plan.spans if span.kind == "companion"] == [0] and known
     request = check(engine, PROMPT, repair)
-    assert "documents after the first were computed after a lead-in" in request.reuse.composition
+    assert "documents after the first were computed after companions" in request.reuse.composition
     assert [segment.kind for segment in request.reuse.segments] == ["system", "chunk", "chunk", "chunk", "question"]
     assert all(segment.reused_tokens for segment in request.reuse.segments[1:4])
     more = Prompt.from_tokens(SYSTEM, [*DOCUMENTS, [5, 6, 7]], QUESTION)
-    check(engine, replace(more, lead_in=PROMPT.lead_in), repair)
+    check(engine, replace(more, companions=PROMPT.companions), repair)
 
 
 def test_of_several_texts_only_those_are_computed_that_a_missing_chunk_sees():
-    engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
-    prompt = replace(PROMPT, lead_in=((70, 71), (72, 73, 74), (75, 76)))
+    engine = build_engine(loaded("llama"), chunk_context="companions", position_strategy="sequential")
+    prompt = replace(PROMPT, companions=((70, 71), (72, 73, 74), (75, 76)))
     check(engine, prompt)
-    turned = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[::-1], QUESTION), lead_in=prompt.lead_in)
-    plan = engine.kv_cache.plan(arrange(turned, "sequential", "lead_in"))
+    turned = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[::-1], QUESTION), companions=prompt.companions)
+    plan = engine.kv_cache.plan(arrange(turned, "sequential", "companions"))
     actions = [(span.kind, span.action) for span in plan.spans if span.kind == "chunk"]
     assert actions == [("chunk", "compute"), ("chunk", "reuse"), ("chunk", "compute")], "a copy serves its place"
     one = engine.kv_cache.plan(
-        arrange(replace(turned, segments=turned.segments[:3] + turned.segments[-1:]), "sequential", "lead_in")
+        arrange(replace(turned, segments=turned.segments[:3] + turned.segments[-1:]), "sequential", "companions")
     )
-    assert [span.num_tokens for span in one.spans if span.kind == "lead_in"] == [0], "no text for a copy that is there"
+    assert [span.num_tokens for span in one.spans if span.kind == "companion"] == [0], (
+        "no text for a copy that is there"
+    )
     check(engine, turned)
 
 
-def test_a_chunk_evicted_between_plan_and_allocation_is_computed_behind_the_lead_in():
-    engine = build_engine(loaded("llama"), chunk_context="lead_in", position_strategy="sequential")
+def test_a_chunk_evicted_between_plan_and_allocation_is_computed_after_companions():
+    engine = build_engine(loaded("llama"), chunk_context="companions", position_strategy="sequential")
     check(engine, PROMPT)
-    layout = arrange(PROMPT, "sequential", "lead_in")
+    layout = arrange(PROMPT, "sequential", "companions")
     plan = engine.kv_cache.plan(layout)
     (*_, chunk) = engine.kv_cache.chunks()
     engine.kv_cache.delete(chunk.key)
     allocation = engine.kv_cache.allocate(plan)
-    assert allocation.spans[1].num_tokens == len(PROMPT.lead_in[0])
+    assert allocation.spans[1].num_tokens == len(PROMPT.companions[0])
     engine.kv_cache.release(allocation)
     engine.check_invariants()
     check(engine, PROMPT)
@@ -103,23 +105,27 @@ def test_a_chunk_evicted_between_plan_and_allocation_is_computed_behind_the_lead
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_chunks_of_many_prompts_are_evicted_and_computed_again_behind_it(prefix_caching):
     engine = build_engine(
-        loaded("llama"), chunk_context="lead_in", blocks=(40, 9), prefix_caching=prefix_caching, max_batched_tokens=16
+        loaded("llama"),
+        chunk_context="companions",
+        blocks=(40, 9),
+        prefix_caching=prefix_caching,
+        max_batched_tokens=16,
     )
     for number in (0, 1, 2, 0, 1, 2):
         two = [DOCUMENTS[number], DOCUMENTS[number - 1]]
-        check(engine, replace(Prompt.from_tokens(SYSTEM, two, QUESTION), lead_in=PROMPT.lead_in))
+        check(engine, replace(Prompt.from_tokens(SYSTEM, two, QUESTION), companions=PROMPT.companions))
     assert engine.kv_cache.statistics().evictions > 0
 
 
-def test_a_lead_in_that_has_no_room_is_left_out():
-    engine = build_engine(loaded("llama"), chunk_context="lead_in", engine_options={"max_model_len": 34})
-    prompt = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[:2], QUESTION), lead_in=(PROMPT.lead_in[0] * 5,))
+def test_companions_that_have_no_room_are_left_out():
+    engine = build_engine(loaded("llama"), chunk_context="companions", engine_options={"max_model_len": 34})
+    prompt = replace(Prompt.from_tokens(SYSTEM, DOCUMENTS[:2], QUESTION), companions=(PROMPT.companions[0] * 5,))
     request = check(engine, prompt)
-    assert "lead-in" not in request.reuse.composition
+    assert "companions" not in request.reuse.composition
 
 
 def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
-    config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_context="lead_in", lead_in="The sea is wide.")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_context="companions", companions=("The sea is wide.",))
     tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",))
     documents = ["The ferry goes to Oak Island.", "The mill grinds oats."]
     answers = []
@@ -131,7 +137,7 @@ def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
             tier_config=tiers,
         ) as llm:
             prompt = llm.compose([{"role": "user", "content": "Where?"}], documents=documents)
-            assert "sea is wide" in llm.model.tokenizer.decode(prompt.lead_in[0])
+            assert "sea is wide" in llm.model.tokenizer.decode(prompt.companions[0])
             (output,) = llm.generate(prompt, GREEDY)
             answers.append((output.outputs[0].token_ids, [segment.tier for segment in output.reuse.segments]))
     (cold, _), (warm, places) = answers

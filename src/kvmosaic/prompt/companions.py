@@ -1,0 +1,64 @@
+"""Companions: texts that documents see when they are computed, and that no prompt contains.
+
+A document that is computed right after the system text is the first one, for the model. In a prompt there are others
+before it, and models bind what they read to *which one it is in the order*: four first ones are mixed up, the more the
+more alike they are (Feng and Steinhardt, arXiv 2310.17191). So document k of a prompt is computed after k other texts,
+best documents of its own kind (`benchmarks/companions.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvmosaic.errors import InvalidConfig
+
+PROSE = (
+    "Rain was explained in many ways before it was measured. The most common account in older books was that clouds "
+    "were squeezed by the wind, as a sponge is by a hand, and this explanation was repeated for centuries because "
+    "it was simple. It became clear only later that water rises from the sea as vapor, cools, and falls when the "
+    "drops have become too heavy to float. The first gauges were open vessels, read once a day, and their readings "
+    "differed so much that most observers did not trust them. Today the amount of rain is given as the height of "
+    "the water that would stand on flat ground, and the word 'shower' has kept a meaning of its own: rain that "
+    "begins and ends suddenly."
+)
+"""A paragraph of explanation. (On SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document
+itself in its place did not help, and paragraphs full of names and numbers helped less.)"""
+BUNDLED = "prose"
+MAX_COMPANIONS = 8
+MAX_COMPANION_CHARACTERS = 20_000
+
+
+def read_companions(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The texts of a setting or a request.
+
+    Args:
+        given: texts; or "prose", the bundled paragraph; or the path of a file of texts with empty lines between them.
+
+    Raises:
+        InvalidConfig: no text, too many or too long ones, or a file that cannot be read.
+    """
+    if given == BUNDLED:
+        return (PROSE,)
+    texts = _read(Path(given)) if isinstance(given, str) else given
+    limit = MAX_COMPANION_CHARACTERS
+    if not isinstance(texts, tuple | list) or not 1 <= len(texts) <= MAX_COMPANIONS:
+        count = len(texts) if isinstance(texts, tuple | list) else repr(texts)[:80]
+        raise InvalidConfig(f"companions are 1 to {MAX_COMPANIONS} texts, got {count}; three are usually enough")
+    for text in texts:
+        if not isinstance(text, str) or not 1 <= len(text.strip()) <= limit:
+            raise InvalidConfig(f"a companion is a text of 1 to {limit} characters, got {text!r:.80}")
+    return tuple(texts)
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        if path.stat().st_size > 8 * MAX_COMPANIONS * MAX_COMPANION_CHARACTERS:
+            raise InvalidConfig(f"{str(path)!r:.200} is too large for companions; name a file of a few short texts")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(
+            f"companions are {BUNDLED!r}, or a file of texts with empty lines between them; {str(path)!r:.200} cannot "
+            f"be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
+        ) from None
+    return [part.strip() for part in text.split("\n\n") if part.strip()]

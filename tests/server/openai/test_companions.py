@@ -1,0 +1,55 @@
+"""Companions over HTTP: a request names texts that its documents see and its prompt does not contain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.asking import DOCUMENTS, MESSAGES, chat, post
+
+COMPANIONS = ["The coach to Elm Bay leaves at ten.", "The old forge makes nails.", "The inn is kept by Jon Sand."]
+
+
+def reused(reply: dict[str, Any]) -> list[bool]:
+    return [one["reused_tokens"] == one["tokens"] for one in reply["kvmosaic"]["segments"] if one["kind"] == "chunk"]
+
+
+@pytest.mark.parametrize("route", ["chat", "/v1/completions", "/v1/responses"])
+def test_companions_of_a_request_are_seen_and_are_no_part_of_the_prompt(http, route):
+    fields: dict[str, Any] = {"documents": DOCUMENTS, "cache_salt": f"companions {route}", "temperature": 0}
+
+    def ask(**more: Any) -> dict[str, Any]:
+        if route == "chat":
+            return chat(http, **fields, **more)
+        text = {"prompt": "Who?"} if route == "/v1/completions" else {"input": MESSAGES}
+        return post(http, route, **text, **fields, **more)
+
+    alone, first, again = ask(), ask(companions=COMPANIONS), ask(companions=COMPANIONS)
+    assert reused(alone) == [False] * 3 and reused(first) == [True, False, False] and reused(again) == [True] * 3
+    assert "computed after companions" in first["kvmosaic"]["composition"]
+    assert sum(each["tokens"] for each in first["kvmosaic"]["segments"]) == sum(
+        each["tokens"] for each in alone["kvmosaic"]["segments"]
+    )
+
+
+def test_documents_are_warmed_for_every_place(http):
+    texts = [document["text"] for document in DOCUMENTS]
+    body = {
+        "documents": texts,
+        "companions": COMPANIONS[:2],
+        "cache_salt": "warm companions",
+        "endpoint": "/v1/completions",
+    }
+    warmed = http.post("/v1/documents:warm", json=body)
+    assert warmed.status_code == 200 and "error" not in warmed.json(), warmed.text
+    fields = {key: body[key] for key in ("companions", "cache_salt")}
+    reply = post(http, "/v1/completions", prompt="Who?", documents=texts[::-1], temperature=0, **fields)
+    assert reused(reply) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [([], "1 to 8 texts, got 0"), (["a"] * 9, "8"), ([" "], "got ' '"), ("a", "list")]
+)
+def test_what_is_no_companion_is_refused(http, wrong, message):
+    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "documents": DOCUMENTS, "companions": wrong})
+    assert reply.status_code in (400, 422) and message in reply.text
