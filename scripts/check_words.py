@@ -26,7 +26,7 @@ SKIPPED = (
     "src/kvmosaic/bundled/",
     "src/kvmosaic/eval/text/words.py",  # texts for models
     "src/kvmosaic/integrations/vllm/worker/trial/text.py",
-    "src/kvmosaic/prompt/lead_in.py",
+    "src/kvmosaic/prompt/companions.py",
     "tests/",
 )
 
