@@ -161,6 +161,24 @@ def documents_without_context(engine: InferenceEngine, reference: Reference) -> 
     reference.check(engine, other, warm, chunk_context="none")
 
 
+def documents_with_companions(engine: InferenceEngine, reference: Reference) -> None:
+    """Each is computed after as many as there are documents before it, and a copy serves its place."""
+    if not engine.capabilities.has(Capability.MOVE_KEYS):
+        return
+    for number, order in enumerate([(0, 1, 2), (3, 1, 2)]):
+        prompt = replace(prompt_of(*order), companions=((60, 61, 62), (63, 64)))
+        for strategy in ("shared", "sequential"):
+            placing = {"position_strategy": strategy, "chunk_context": "companions"}
+            try:
+                output = ask(engine, prompt, **placing)
+            except InvalidConfig as error:
+                assert "inside vLLM choose 'system' or 'none'" in str(error)
+                return
+            reference.check(engine, prompt, output, **placing)
+            known = [bool(segment.reused_tokens) for segment in output.reuse.segments if segment.kind == "chunk"]
+            assert known == [strategy == "sequential" or (number == 1 and place > 0) for place in range(3)]
+
+
 def requests_together_equal_requests_alone(engine: InferenceEngine, reference: Reference) -> None:
     prompts = [prompt_of(0, 1), prompt_of(1, 0, 2, question=[4]), Prompt.plain([5, 6, 7, 8]), prompt_of(3)]
     together = run(engine, [engine.add_request(prompt, params(6)) for prompt in prompts])
@@ -320,6 +338,7 @@ CASES: dict[str, Callable[[InferenceEngine, Reference], None]] = {
         cached_documents_are_reported,
         cold_equals_warm,
         documents_without_context,
+        documents_with_companions,
         requests_together_equal_requests_alone,
         forks,
         log_probabilities,
@@ -336,7 +355,7 @@ CASES: dict[str, Callable[[InferenceEngine, Reference], None]] = {
 }
 
 
-_OF_ALL = ("documents_in_any_order", "texts_before_and_between_documents", "repairs")
+_OF_ALL = ("documents_in_any_order", "documents_with_companions", "texts_before_and_between_documents", "repairs")
 
 
 def each_case(settings: Iterable[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -300,6 +300,7 @@ def tune_command(
     )
     usual = _learned(("similar", "two-hop", "story"), model.model)
     found = asked.cases(tasks, usual, 64 if cases is None and not asked.is_own else cases)
+    found = [replace(case, companions=()) for case in found]  # a profile has none: what serves is what is measured
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
 
