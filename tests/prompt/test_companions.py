@@ -43,7 +43,7 @@ def test_texts_come_from_a_request_a_file_or_the_package(tmp_path: Path) -> None
         (["x" * 20_001], "a text of 1 to 20000 characters"),
         ([3], "got 3"),
         (7, "texts, got 7"),
-        ("nowhere.txt", r"'prose', or a file of texts .*'nowhere.txt' cannot be read: No such file"),
+        ("nowhere.txt", r"'prose', 'stored' or a file of texts .*'nowhere.txt' cannot be read: No such file"),
     ],
 )
 def test_what_is_no_companion_is_refused_with_the_value_and_the_limit(wrong: object, message: str) -> None:

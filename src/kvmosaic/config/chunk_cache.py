@@ -132,8 +132,9 @@ class ChunkCacheConfig:
         check=read_companions,
         max_length=4096,
         metavar="FILE",
-        help="Texts that documents see with `chunk_context` companions, and that no prompt contains: a file of up to 8 "
-        "with empty lines between them, best three documents of the same kind; prose: a bundled paragraph.",
+        help="Texts that documents see with `chunk_context` companions, which they set, and that no prompt contains: "
+        "a file of up to 8 with empty lines between them, best three documents of the same kind; stored: the first "
+        "three documents that a tenant has stored on the server; prose: a bundled paragraph.",
     )
     repair: str | RepairPolicy = _cache(
         _REPAIR,
@@ -158,6 +159,8 @@ class ChunkCacheConfig:
                 f"chunk_cache_fraction={self.chunk_cache_fraction:g} and "
                 f"memory_utilization={self.memory_utilization:g} both set the size of the chunk cache; give one of them"
             )
+        if self.companions != BUNDLED and not self.says("chunk_context"):
+            object.__setattr__(self, "chunk_context", "companions")
         try:
             object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         except InvalidSeparator as error:

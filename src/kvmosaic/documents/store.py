@@ -24,6 +24,7 @@ from kvmosaic.documents.rows import (
     HEADS,
     HEADS_BY_ID,
     TEXT_OF_VERSION,
+    WHOLE,
     WHOLE_BY_ID,
     WHOLE_CHANGED,
     AnyRow,
@@ -273,6 +274,13 @@ class DocumentStore:
         with self._database.read() as connection:
             documents = self._by_id(connection, tenant, list(document_ids), has_text=False)
         self._hit(tenant, documents.values())
+
+    def first_texts(self, tenant: str, count: int, max_characters: int) -> tuple[str, ...]:
+        """The first stored documents of a tenant that are not longer, with their titles; counts no hits."""
+        first = WHOLE.where(DOCUMENTS.c.num_characters <= max_characters).order_by(DOCUMENTS.c.number).limit(count)
+        with self._database.read() as connection:
+            rows = connection.execute(first, {"tenant": tenant, "now": self._clock()}).all()
+        return tuple(content_of(row, has_label=False).plain_text for row in rows)
 
     def documents(self, tenant: str) -> list[StoredDocument]:
         """Returns all documents of a tenant, oldest first, without their texts."""

@@ -24,7 +24,9 @@ PROSE = (
 )
 """A paragraph of explanation. (On SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document
 itself in its place did not help, and paragraphs full of names and numbers helped less.)"""
-BUNDLED = "prose"
+BUNDLED, STORED = "prose", "stored"
+NUM_STORED, MAX_STORED_CHARACTERS = 3, 4_000
+"""Of a tenant's stored documents: the first short ones, so that copies stay as they are whatever it stores later."""
 MAX_COMPANIONS = 8
 MAX_COMPANION_CHARACTERS = 20_000
 
@@ -33,12 +35,13 @@ def read_companions(given: str | Sequence[str]) -> tuple[str, ...]:
     """The texts of a setting or a request.
 
     Args:
-        given: texts; or "prose", the bundled paragraph; or the path of a file of texts with empty lines between them.
+        given: texts; or "prose", the bundled paragraph; or the path of a file of texts with empty lines between them;
+            or "stored", the paragraph where a tenant has stored nothing.
 
     Raises:
         InvalidConfig: no text, too many or too long ones, or a file that cannot be read.
     """
-    if given == BUNDLED:
+    if given in (BUNDLED, STORED):
         return (PROSE,)
     texts = _read(Path(given)) if isinstance(given, str) else given
     limit = MAX_COMPANION_CHARACTERS
@@ -57,8 +60,9 @@ def _read(path: Path) -> list[str]:
             raise InvalidConfig(f"{str(path)!r:.200} is too large for companions; name a file of a few short texts")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise InvalidConfig(
-            f"companions are {BUNDLED!r}, or a file of texts with empty lines between them; {str(path)!r:.200} cannot "
-            f"be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}"
+            f"companions are {BUNDLED!r}, {STORED!r} or a file of texts with empty lines between them; "
+            f"{str(path)!r:.200} cannot be read: {why}"
         ) from None
     return [part.strip() for part in text.split("\n\n") if part.strip()]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from support.asking import DOCUMENTS, MESSAGES, chat, post
+from support.server import RunningServer
 
 COMPANIONS = ["The coach to Elm Bay leaves at ten.", "The old forge makes nails.", "The inn is kept by Jon Sand."]
 
@@ -53,3 +55,26 @@ def test_documents_are_warmed_for_every_place(http):
 def test_what_is_no_companion_is_refused(http, wrong, message):
     reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "documents": DOCUMENTS, "companions": wrong})
     assert reply.status_code in (400, 422) and message in reply.text
+
+
+def test_stored_documents_are_companions_and_stay_the_same_whatever_is_stored_later() -> None:
+    with (
+        RunningServer(companions="stored", chunk_cache_size="4MiB", repair="none") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+
+        def ask(*texts: str) -> dict[str, Any]:
+            return post(client, "/v1/completions", prompt="Who?", documents=list(texts), temperature=0, max_tokens=2)
+
+        ask("One is red.", "Two is blue.")
+        for number, text in enumerate(COMPANIONS):
+            client.put(f"/v1/documents/{number}", json={"text": text}).raise_for_status()
+        first = ask("One is red.", "Two is blue.")
+        assert reused(first) == [True, False] and "computed after companions" in first["kvmosaic"]["composition"]
+        client.put("/v1/documents/later", json={"text": "Three is green."}).raise_for_status()
+        assert reused(ask("One is red.", "Two is blue.")) == [True, True], "the first three are what they were"
+        client.delete("/v1/documents/0").raise_for_status()
+        assert reused(ask("One is red.", "Two is blue.")) == [True, False], "nothing that was deleted is seen"
+        client.post("/v1/documents/1:warm", json={"endpoint": "/v1/completions"}).raise_for_status()
+        reply = post(client, "/v1/completions", prompt="Who?", documents=["One is red.", {"id": "1"}], temperature=0)
+        assert reused(reply)[1]

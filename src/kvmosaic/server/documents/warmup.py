@@ -16,6 +16,7 @@ from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.patterns import FindDocuments
 from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.server.generation.prompts import companions_of
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -151,7 +152,10 @@ async def _end_of(
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
-    prompt = services.llm.encoder.beside(job.companions).encode_documents(
+    companions = job.companions
+    if companions is None:
+        companions = companions_of(services.llm, services.documents, tenant)
+    prompt = services.llm.encoder.beside(companions).encode_documents(
         [document],
         job.system,
         salt=job.salt,

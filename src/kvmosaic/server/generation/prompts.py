@@ -12,6 +12,7 @@ from kvmosaic.errors import InvalidMessages, InvalidPrompt, InvalidTools
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.companions import MAX_STORED_CHARACTERS, NUM_STORED, STORED
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
@@ -138,9 +139,8 @@ def chat_prompt(
         documents = read_documents(sources.documents, tenant, body)
         rendering = replace(rendering, is_endless=_is_endless(body))
         finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
-        prompt = _encode_chat(
-            sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), body, rendering, finder
-        )
+        how = body, rendering, finder, _companions(sources, tenant, body)
+        prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
     composed = _told(sources.llm, _adapted(prompt, body), documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
@@ -154,7 +154,7 @@ def text_prompt(
         InvalidPrompt: and its kinds.
         UnknownDocument: an id that this tenant has not stored.
     """
-    encoder, salt = sources.llm.encoder.beside(getattr(body, "companions", None)), body.cache_salt or ""
+    encoder, salt = sources.llm.encoder.beside(_companions(sources, tenant, body)), body.cache_salt or ""
     if _is_endless(body):
         encoder = encoder.endless()
     with told_by_place(body):
@@ -177,6 +177,19 @@ def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Doc
     return body.finder(sources.llm.chunk_cache_config, sources.documents, tenant.name)
 
 
+def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Sequence[str] | None:
+    """Those of a request, or of the tenant's stored documents; None: those of the settings."""
+    named: Sequence[str] | None = getattr(body, "companions", None)
+    return companions_of(sources.llm, sources.documents, tenant.name) if named is None else named
+
+
+def companions_of(llm: LLM, documents: DocumentStore, tenant: str) -> Sequence[str] | None:
+    """The companions of a tenant whose requests name none; None: those of the settings."""
+    if llm.chunk_cache_config.companions != STORED:
+        return None
+    return documents.first_texts(tenant, NUM_STORED, MAX_STORED_CHARACTERS) or None
+
+
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
     """Adds the report to a prompt; without a chunk cache, the encoder has joined its segments."""
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
@@ -191,8 +204,9 @@ def _encode_chat(
     body: DocumentFields,
     rendering: Rendering,
     finder: DocumentFinder,
+    companions: Sequence[str] | None,
 ) -> Prompt:
-    salt, preamble, companions = body.cache_salt or "", body.preamble, getattr(body, "companions", None)
+    salt, preamble = body.cache_salt or "", body.preamble
     options = dict(rendering.template_options or {})
     if not _template_of(llm):
         if rendering.tools:
