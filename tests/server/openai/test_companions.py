@@ -57,6 +57,7 @@ def test_what_is_no_companion_is_refused(http, wrong, message):
     assert reply.status_code in (400, 422) and message in reply.text
 
 
+@pytest.mark.slow
 def test_stored_documents_are_companions_and_stay_the_same_whatever_is_stored_later() -> None:
     with (
         RunningServer(companions="stored", chunk_cache_size="4MiB", repair="none") as server,
