@@ -339,11 +339,12 @@ class PromptEncoder:
         tokens, known = [], self._known_companions
         for pieces in map(written, self._companions):
             text = joined(pieces)
-            if text not in known:
-                if len(known) == _MAX_KNOWN_COMPANIONS:
+            token_ids = known.get(text)
+            if token_ids is None:
+                if len(known) >= _MAX_KNOWN_COMPANIONS:
                     known.clear()
-                known[text] = self._pieces.encode(pieces).token_ids
-            tokens.append(known[text])
+                token_ids = known[text] = self._pieces.encode(pieces).token_ids
+            tokens.append(token_ids)
         return tuple(tokens)
 
     def _from_pieces(
