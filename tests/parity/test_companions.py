@@ -142,3 +142,17 @@ def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
             answers.append((output.outputs[0].token_ids, [segment.tier for segment in output.reuse.segments]))
     (cold, _), (warm, places) = answers
     assert cold == warm and places[1:3] == ["object", "object"]
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(
+    asked=st.lists(st.tuples(st.permutations(range(3)), st.sampled_from([(0, 1), (2, 0), (0,), (3, 4, 0)])), min_size=2)
+)
+def test_no_request_changes_what_another_reads(asked):
+    """Whatever texts others named before, documents of the prompt among them."""
+    texts = [*map(tuple, DOCUMENTS[:3]), (70, 71, 72), (73,)]
+    engine = build_engine(loaded("llama"), chunk_context="companions", position_strategy="sequential")
+    for order, companions in asked[:5]:
+        prompt = Prompt.from_tokens(SYSTEM, [DOCUMENTS[number] for number in order], QUESTION)
+        check(engine, replace(prompt, companions=tuple(texts[number] for number in companions)))
