@@ -41,7 +41,7 @@ from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.engine_facts import EngineFacts
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
-from kvmosaic.layout import ChunkContext
+from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
@@ -329,7 +329,7 @@ class LLM:
         encoded = [replace(prompt, adapter=adapter) for prompt in encoded]
         if reader is not None:
             params = [reader.sampling(each) for each in params]
-        placing = position_strategy, _context(chunk_context, companions)
+        placing = position_strategy, context_with(companions, chunk_context)
         outputs = self._answer(encoded, params, priorities_for(priority, len(encoded)), placing, progress)
         if reader is None:
             return outputs
@@ -418,7 +418,7 @@ class LLM:
             )
         if reader is not None:
             params = reader.sampling(params)
-        placing = position_strategy, _context(chunk_context, companions)
+        placing = position_strategy, context_with(companions, chunk_context)
         outputs = self._stream(encoded, params, check_priority(priority), placing)
         return outputs if reader is None else reader.read_all(outputs, params)
 
@@ -501,7 +501,7 @@ class LLM:
         read = read_tools(tools, None, True, self.model)
         how = {"preamble": preamble, "find_documents": find_documents}
         options: dict[str, Any] = how | ({} if read is None else {"tools": read.for_template()})
-        encoder, context = self.encoder.beside(companions), _context(chunk_context, companions)
+        encoder, context = self.encoder.beside(companions), context_with(companions, chunk_context)
         prompts = [encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
         with_places = (context or self.chunk_cache_config.chunk_context) == "companions"
         return self.chunks.warm(prompts, progress, chunk_context=context, with_places=with_places)
@@ -693,8 +693,3 @@ class LLM:
                     self.engine.step()
         finally:
             self.engine.abort_all([request])
-
-
-def _context(chunk_context: ChunkContext | None, companions: Sequence[str] | None) -> ChunkContext | None:
-    """Who names companions wants documents to see them."""
-    return "companions" if chunk_context is None and companions is not None else chunk_context

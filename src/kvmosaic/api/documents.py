@@ -21,7 +21,6 @@ from kvmosaic.documents.stored import (
     DocumentValues,
 )
 from kvmosaic.errors import InvalidConfig, InvalidDocument
-from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import MAX_COMPANION_CHARACTERS, MAX_COMPANIONS, read_companions
 from kvmosaic.prompt.document import MAX_POSITION
@@ -132,12 +131,6 @@ CompanionsField = Annotated[
         "server's setting."
     ),
 ]
-
-
-def context_of(body: Any) -> ChunkContext | None:
-    """The `chunk_context` of a body; who names companions wants documents to see them."""
-    named: ChunkContext | None = body.chunk_context
-    return "companions" if named is None and body.companions is not None else named
 
 
 FindDocumentsField = Annotated[str, Field(max_length=256)] | Annotated[list[Name], Field(max_length=64)] | None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Span,
         View,
         Visibility,
+        context_with,
     )
     from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, choose_strategy
 
@@ -42,6 +43,7 @@ __all__ = [
     "arrange",
     "choose_strategy",
     "composition_of",
+    "context_with",
     "dense",
     "exact_spans",
     "later_tokens_seen",
@@ -66,6 +68,7 @@ _HOMES = {
         "Span",
         "View",
         "Visibility",
+        "context_with",
     ),
     "strategies": ("STRATEGIES", "PositionStrategy", "choose_strategy"),
 }

@@ -9,7 +9,12 @@ from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Segment, SegmentKind
 
 ChunkContext = Literal["system", "companions", "none"]
-"""What chunks see when they are computed: the system text, the system text and a lead-in, or nothing."""
+"""What chunks see when they are computed: the system text, the system text and companions, or nothing."""
+
+
+def context_with(companions: object | None, chunk_context: ChunkContext | None) -> ChunkContext | None:
+    """The context that is wished for; who names companions wants documents to see them."""
+    return "companions" if chunk_context is None and companions is not None else chunk_context
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from kvmosaic.api.documents import context_of
 from kvmosaic.api.warming import WarmedObject, WarmOneRequest, WarmOptions, WarmRequest, WarmSummary
+from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.server.documents.routes import ROUTE, IdInPath
@@ -58,9 +58,8 @@ def router(services: Services) -> APIRouter:
         request: Request, tenant: Tenant, body: WarmOptions, documents: tuple[Document | str, ...], salt: str | None
     ) -> WarmSummary | EventStream:
         found = read_find_documents(body.find_documents or ())
-        job = WarmJob(
-            documents, body.system, salt or "", body.chat, context_of(body), body.preamble, found, body.companions
-        )
+        context = context_with(body.companions, body.chunk_context)
+        job = WarmJob(documents, body.system, salt or "", body.chat, context, body.preamble, found, body.companions)
         if body.stream:
             return await open_stream(request, _events(services, tenant, job, request_id_of(request)))
         return await _whole(services, tenant, job, request_id_of(request))

@@ -152,10 +152,10 @@ async def _end_of(
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
-    companions = job.companions
+    llm, companions = services.llm, job.companions
     if companions is None:
-        companions = companions_of(services.llm, services.documents, tenant)
-    prompt = services.llm.encoder.beside(companions).encode_documents(
+        companions = companions_of(llm, services.documents, tenant)
+    prompt = llm.encoder.beside(companions).encode_documents(
         [document],
         job.system,
         salt=job.salt,
@@ -163,5 +163,5 @@ def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: st
         preamble=job.preamble,
         find_documents=job.find_documents,
     )
-    context = job.chunk_context or services.llm.chunk_cache_config.chunk_context
+    context = job.chunk_context or llm.chunk_cache_config.chunk_context
     return [replace(single, tenant=tenant) for single in prompt.singles(with_places=context == "companions")]

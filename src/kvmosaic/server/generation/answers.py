@@ -13,9 +13,8 @@ import anyio
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from kvmosaic.api.documents import context_of
 from kvmosaic.engine import AnswerDelta, RequestDelta
-from kvmosaic.layout import ChunkContext
+from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.execution import PromptRunner
@@ -80,7 +79,7 @@ class GenerationRequest:
             params=params,
             priority=body.priority or 0,
             position_strategy=body.position_strategy,
-            chunk_context=context_of(body),
+            chunk_context=context_with(body.companions, body.chunk_context),
             trace=trace,
             warnings=warnings_of(request),
         )

@@ -154,7 +154,8 @@ def text_prompt(
         InvalidPrompt: and its kinds.
         UnknownDocument: an id that this tenant has not stored.
     """
-    encoder, salt = sources.llm.encoder.beside(_companions(sources, tenant, body)), body.cache_salt or ""
+    llm, salt = sources.llm, body.cache_salt or ""
+    encoder = llm.encoder.beside(_companions(sources, tenant, body))
     if _is_endless(body):
         encoder = encoder.endless()
     with told_by_place(body):
@@ -162,13 +163,13 @@ def text_prompt(
     if not documents:
         finder = _finder(sources, tenant, body)
         prompt = encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder)
-        return _told(sources.llm, _adapted(prompt, body), ())
+        return _told(llm, _adapted(prompt, body), ())
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt, preamble=body.preamble)
-    composed = _told(sources.llm, _adapted(prompt, body), documents)
+    composed = _told(llm, _adapted(prompt, body), documents)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
@@ -185,7 +186,8 @@ def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) ->
 
 def companions_of(llm: LLM, documents: DocumentStore, tenant: str) -> Sequence[str] | None:
     """The companions of a tenant whose requests name none; None: those of the settings."""
-    if llm.chunk_cache_config.companions != STORED:
+    config = llm.chunk_cache_config
+    if config.companions != STORED:
         return None
     return documents.first_texts(tenant, NUM_STORED, MAX_STORED_CHARACTERS) or None
 
