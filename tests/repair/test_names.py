@@ -68,6 +68,26 @@ def test_names_of_documents_are_computed_again_and_the_first_document_is_exact()
         assert again.reuse.repair.computed_tokens == 0 and again.outputs == output.outputs
 
 
+@pytest.mark.parametrize(
+    ("documents", "policy"),
+    [
+        (RECORDS, "names"),
+        (RECORDS[:1] * 2, "first(8)"),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], "first(8)"),
+    ],
+)
+def test_names_are_repaired_by_default_where_documents_are_alike_and_the_report_says_so(documents, policy):
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=1)
+        (output,) = llm.chat(messages, params, documents=documents, position_strategy="sequential")
+        assert output.reuse.repair.policy == policy
+        assert ("documents are alike, and may be mixed up" in output.reuse.composition) == (policy == "names")
+        (output,) = llm.chat(messages, params, documents=documents, companions=["A companion."])
+        assert output.reuse.repair.policy == policy and "mixed up" not in output.reuse.composition
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1, repair="none"), documents=documents)
+        assert output.reuse.repair is None, "what a request says is done"
+
+
 def test_without_a_tokenizer_names_are_refused_with_a_way_out():
     engine = build_engine(loaded_family("llama"))
     prompt = Prompt.from_tokens([3], [[20, 21], [22, 23]], [90])

@@ -17,12 +17,13 @@ from kvmosaic.layout import (
     Layout,
     LayoutAdapter,
     RollingWindow,
+    are_alike,
     arrange,
     choose_strategy,
 )
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.repair import FullRepair, NameFinder, NoRepair, RepairPolicy, repair_policy
+from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class Placer:
 
         Args:
             prompt: a prompt with token ids.
-            repair: overrides the configured policy, which a prompt that it does not suit ignores.
+            repair: overrides the configured policy, which a prompt that it does not suit ignores. Where none is
+                configured, names are repaired in documents that are alike.
             strategy: overrides the configured one.
             context: overrides the configured one.
             window: rolling window of the text.
@@ -96,8 +98,10 @@ class Placer:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
-        if is_default and why_not_repaired(policy, layout, self._model, has_window=has_window):
-            policy = NoRepair()
+        if is_default:
+            wishes = [Names(), policy] if are_alike(prompt.chunks) else [policy]
+            suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
+            policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()

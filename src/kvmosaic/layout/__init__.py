@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvmosaic.layout.alike import are_alike
     from kvmosaic.layout.arrangement import arrange
     from kvmosaic.layout.composition import composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
@@ -40,6 +41,7 @@ __all__ = [
     "Span",
     "View",
     "Visibility",
+    "are_alike",
     "arrange",
     "choose_strategy",
     "composition_of",
@@ -53,6 +55,7 @@ __all__ = [
 
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
+    "alike": ("are_alike",),
     "arrangement": ("arrange",),
     "composition": ("composition_of",),
     "dense_layout": ("DenseLayout", "dense"),

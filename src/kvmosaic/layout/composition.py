@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from kvmosaic.layout.alike import are_alike
 from kvmosaic.layout.span import UNWEIGHTED, Layout
 
 
@@ -25,6 +26,8 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
         parts.append("the question weighs documents differently")
     if any(span.is_companion for span in layout.spans):
         parts.append("documents after the first were computed after companions")
+    elif are_alike([span.segment for span in layout.spans if span.is_chunk]):
+        parts.append("documents are alike, and may be mixed up")
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     elif rest := _unseen_before(layout):
