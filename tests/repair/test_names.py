@@ -88,6 +88,17 @@ def test_names_are_repaired_by_default_where_documents_are_alike_and_the_report_
         assert output.reuse.repair is None, "what a request says is done"
 
 
+def test_a_default_never_refuses_a_prompt_for_its_size(monkeypatch):
+    monkeypatch.setattr("kvmosaic.engine.placement.MAX_REPAIR_LOOKS", 60)
+    monkeypatch.setattr("kvmosaic.engine.request_repair.MAX_REPAIR_LOOKS", 60)
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages = [{"role": "user", "content": "Who?"}]
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), documents=RECORDS)
+        assert output.reuse.repair.policy == "first(8)"
+        with pytest.raises(InvalidRepair, match="repair=names repairs"):
+            llm.chat(messages, SamplingParams(max_tokens=1, repair="names"), documents=RECORDS)
+
+
 def test_without_a_tokenizer_names_are_refused_with_a_way_out():
     engine = build_engine(loaded_family("llama"))
     prompt = Prompt.from_tokens([3], [[20, 21], [22, 23]], [90])

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.engine.request_repair import RequestRepair, check_model, repair_of, why_not_repaired
+from kvmosaic.engine.request_repair import (
+    MAX_REPAIR_LOOKS,
+    RequestRepair,
+    check_model,
+    repair_of,
+    why_not_repaired,
+)
 from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, InvalidPrompt, NotMovable, PromptTooLong
 from kvmosaic.layout import (
@@ -99,7 +105,8 @@ class Placer:
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
         if is_default:
-            wishes = [Names(), policy] if are_alike(prompt.chunks) else [policy]
+            has_room = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
+            wishes = [Names(), policy] if has_room and are_alike(prompt.chunks) else [policy]
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
