@@ -1,4 +1,4 @@
-"""Documents that are alike: those that a model mixes up if each of them was computed as the first one."""
+"""Documents that are alike: a model mixes them up if each of them was computed as the first one."""
 
 from __future__ import annotations
 
