@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from apart import Apart, Ids, Reader, Reading
 from facts import RESULTS, save
+from log_probabilities import Nearness
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -272,30 +273,20 @@ class Tokens:
 
 
 @dataclass
-class Sums:
+class Sums(Nearness):
     """What one way gave, over the cases of a block."""
 
     right: int = 0
     kept: int = 0
     """Right where full attention is."""
     num_cases: int = 0
-    divergence: float = 0.0
-    num_equal: int = 0
-    num_tokens: int = 0
     num_repaired: int = 0
     num_document_tokens: int = 0
 
-    def row(self, full_right: int) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """Means, and counts."""
-        return {
-            "right": self.right,
-            "kept": self.kept,
-            "of": full_right,
-            "cases": self.num_cases,
-            "divergence": self.divergence / max(1, self.num_tokens),
-            "agreement": self.num_equal / max(1, self.num_tokens),
-            "repaired": self.num_repaired / max(1, self.num_document_tokens),
-        }
+        counts = {"right": self.right, "kept": self.kept, "cases": self.num_cases}
+        return {**counts, **super().row(), "repaired": self.num_repaired / max(1, self.num_document_tokens)}
 
 
 class Study:
@@ -311,7 +302,7 @@ class Study:
         size = max(1, min(self.batch, self.batch * len(block.asked) * USUAL_CHARACTERS // characters))
         for start in track(range(0, len(block.asked), size), block.name):
             self._batch(block.asked[start : start + size], block.ways, sums)
-        return {name: each.row(sums[FULL].right) for name, each in sums.items()}
+        return {name: {**each.row(), "of": sums[FULL].right} for name, each in sums.items()}
 
     def _batch(self, asked: Sequence[Asked], ways: Sequence[str], sums: dict[str, Sums]) -> None:
         readings = [self.tokens.reading(each, None) for each in asked]
@@ -319,17 +310,8 @@ class Study:
         answers = self.reader.answers(composed, readings, ANSWER_TOKENS)
         expected = self.reader.distributions(composed, readings, answers)
         is_right = [self._is_right(each, answer) for each, answer in zip(asked, answers, strict=True)]
-        sums[FULL].right += sum(is_right)
-        sums[FULL].kept += sum(is_right)
-        sums[FULL].num_cases += len(asked)
-        sums[FULL].num_tokens += sum(map(len, answers))
-        sums[FULL].num_equal = sums[FULL].num_tokens
-        turned = [
-            replace(
-                each, case=replace(each.case, documents=(*each.case.documents[1:], each.case.documents[0]), needs=())
-            )
-            for each in asked
-        ]
+        self._add(sums[FULL], asked, is_right, answers, expected, expected)
+        turned = [replace(each, case=each.case.turned()) for each in asked]
         everything = {OTHER_ORDER: [self.tokens.reading(each, None) for each in turned]}
         everything |= {name: [self.tokens.reading(each, WAYS[name]) for each in asked] for name in ways}
         for name, these in everything.items():
@@ -362,9 +344,7 @@ class Study:
             sums.right += right
             sums.kept += right and was_right
             sums.num_cases += 1
-            sums.divergence += float((full.exp() * (full - other)).sum())
-            sums.num_equal += int((full.argmax(-1) == other.argmax(-1)).sum())
-            sums.num_tokens += len(full)
+            sums.add(full, other)
 
     def _is_right(self, asked: Asked, answer: Ids) -> bool:
         text = str(self.tokens.tokenizer.decode(answer, skip_special_tokens=True)).strip()

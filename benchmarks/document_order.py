@@ -114,8 +114,7 @@ def measured(
     asked = Asked(lesson, [accepted_tokens(llm, case) for case in cases])
     prompt, continuations = asked.lesson.prompt, asked.continuations
     expected, losses = asked.read(model, ordinary_rows(prompt, continuations), "")
-    first, *rest = cases[0].documents
-    other = prompt_of(llm, replace(cases[0], documents=(*rest, first)))
+    other = prompt_of(llm, cases[0].turned())
 
     def readings() -> Iterator[tuple[str, PackedRows, str]]:
         yield OTHER_ORDER, ordinary_rows(other, continuations), ""

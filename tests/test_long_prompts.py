@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -49,7 +50,7 @@ def test_report_says_that_a_prompt_is_longer_than_the_positions_and_why_document
         found = BEYOND.search(said)
         assert found is not None and int(found[1]) == output.reuse.num_tokens > POSITIONS
         assert said in str(output.reuse) and output.reuse.to_dict()["composition"] == said
-        (output,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS[:2])
+        (output,) = llm.chat(MESSAGES, replace(GREEDY, repair="none"), documents=DOCUMENTS[:2])
         assert output.reuse.composition.startswith("composed (sequential): ")
         assert "positions" not in output.reuse.composition
 

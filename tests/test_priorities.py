@@ -25,7 +25,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def llm(model):
-    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunks=2, eviction="priority")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunks=2, eviction="priority", repair="none")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, self_check=False) as face:
         yield face
 
@@ -95,7 +95,7 @@ def test_priorities_reach_chunks_without_a_template_warmed_by_hand_and_by_name(l
 
 
 def test_all_parts_of_a_split_document_have_its_priority(model):
-    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunk_tokens=8, long_chunks="split")
+    config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunk_tokens=8, long_chunks="split", repair="none")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, self_check=False) as llm:
         long = {"id": "log", "text": "The ferry is late. " * 8, "priority": 0.75}
         llm.chat(QUESTION, GREEDY, documents=[document("mill", 0.25), long])

@@ -17,7 +17,8 @@ from kvmosaic.errors import EngineAsleep, InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.tiers import Deadline, Tier, open_tiers
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, repair="first(8)")
+"""The documents are alike, and would be read in full."""
 DOCUMENTS = [
     {"id": f"ferry {number}", "text": f"Ferry {number} goes to Oak Island at {number} o'clock and is painted green."}
     for number in range(1, 7)

@@ -515,8 +515,10 @@ class LLM:
     ) -> Plan:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
         encoded = self.encoder.encode(prompt)
-        layout = self.engine.arrange(encoded, position_strategy, chunk_context)
-        return self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant)
+        placed = self.engine.placer.place(encoded, strategy=position_strategy, context=chunk_context)
+        reads_in_full = not any(span.is_chunk for span in placed.layout.spans)
+        layout = placed.layout if reads_in_full else self.engine.arrange(encoded, position_strategy, chunk_context)
+        return replace(self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant), remark=placed.remark)
 
     def pin(self, name: str, *, salt: str = "") -> None:
         """Protects the chunks with this name from eviction.

@@ -72,6 +72,16 @@ def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, not
     assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
 
 
+def test_plan_says_that_documents_that_are_alike_are_read_in_full(tiny_model: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        record = f"Invoice 2088{number}: customer Harden Tools, amount {number}10 euros."
+        (tmp_path / f"{number}.txt").write_text(record)
+    shown = " ".join(run("plan", tiny_model, "--documents", tmp_path, "-q", "Where?").stdout.split())
+    assert "documents are alike, so they are read in full" in shown and "plain" in shown
+    composed = run("plan", tiny_model, "--documents", tmp_path, "-q", "Where?", "--repair", "none").stdout
+    assert "read in full" not in composed
+
+
 def test_check_passes_on_a_rotary_model(tiny_model: Path) -> None:
     result = run("check", tiny_model)
     assert result.exit_code == 0

@@ -13,6 +13,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     connectors_trouble,
     engine_trouble,
     reads_in_place,
+    request_trouble,
     why_copied,
     why_not_repaired,
 )
@@ -37,6 +38,23 @@ def test_the_reason_against_repair_names_what_is_in_the_way(
 ) -> None:
     found = why_not_repaired(composition, composition.layout(range(100)), facts)
     assert reason in found and bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize("leaves_repair_open", [True, False])
+def test_documents_that_are_alike_are_not_composed_unless_a_repair_is_set(leaves_repair_open: bool) -> None:
+    composition = Composition(2, (12, 12), leaves_repair_open=leaves_repair_open)
+    layout = composition.layout([1, 2, *range(10, 22), *range(10, 21), 30, 3, 4])
+    params = SimpleNamespace(prompt_logprobs=None)
+    request = SimpleNamespace(
+        sampling_params=params,
+        skip_reading_prefix_cache=False,
+        mm_features=(),
+        prompt_token_ids=[1],
+        prompt_embeds=None,
+        resumable=False,
+    )
+    found = request_trouble(request, composition, layout, [ABLE], in_place=False)
+    assert (found.code if found else "") == ("alike" if leaves_repair_open else "")
 
 
 OURS = SimpleNamespace(kv_connector="kvmosaic", kv_connector_extra_config={})

@@ -12,6 +12,7 @@ from support.loaded import chatting_llama, loaded_family
 from support.tokenizers import make_tokenizer
 
 from kvmosaic import LLM, SamplingParams
+from kvmosaic.config import EngineConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.prompt import Prompt
 from kvmosaic.repair import NameFinder, Names
@@ -68,24 +69,49 @@ def test_names_of_documents_are_computed_again_and_the_first_document_is_exact()
         assert again.reuse.repair.computed_tokens == 0 and again.outputs == output.outputs
 
 
+COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact: Ms. Roth."]
+"""A record of their kind."""
+
+
 @pytest.mark.parametrize(
-    ("documents", "policy"),
+    ("documents", "how", "policy", "remark"),
     [
-        (RECORDS, "names"),
-        (RECORDS[:1] * 2, "first(8)"),
-        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], "first(8)"),
+        (RECORDS, {}, "full", "exact: documents are alike, so they are read in full"),
+        (RECORDS, {"position_strategy": "shared"}, "full", "exact: documents are alike, so they are read in full"),
+        (
+            RECORDS,
+            {"companions": ["中文中文中文中文"]},
+            "full",
+            "exact: documents are alike, so they are read in full",
+        ),
+        (RECORDS, {"companions": COMPANIONS}, "names", ""),
+        (RECORDS[:1] * 2, {}, "first(8)", ""),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "first(8)", ""),
     ],
 )
-def test_names_are_repaired_by_default_where_documents_are_alike_and_the_report_says_so(documents, policy):
+def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_kind(documents, how, policy, remark):
     with LLM(chatting_llama(), profile=False) as llm:
-        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=1)
-        (output,) = llm.chat(messages, params, documents=documents, position_strategy="sequential")
+        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.chat(messages, params, documents=documents, **how)
         assert output.reuse.repair.policy == policy
-        assert ("documents are alike, and may be mixed up" in output.reuse.composition) == (policy == "names")
-        (output,) = llm.chat(messages, params, documents=documents, companions=["A companion."])
-        assert output.reuse.repair.policy == policy and "mixed up" not in output.reuse.composition
+        assert remark in output.reuse.composition and ("alike" in output.reuse.composition) == bool(remark)
+        if policy == "full":
+            asked = SamplingParams(temperature=0, max_tokens=4, repair="full")
+            (expected,) = llm.chat(messages, asked, documents=documents)
+            assert output.outputs == expected.outputs and expected.reuse.composition == "exact"
         (output,) = llm.chat(messages, SamplingParams(max_tokens=1, repair="none"), documents=documents)
         assert output.reuse.repair is None, "what a request says is done"
+        assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
+
+
+def test_documents_that_are_alike_are_composed_where_reading_them_in_full_has_no_room():
+    with LLM(chatting_llama(), profile=False, engine_config=EngineConfig(max_model_len=300)) as llm:
+        messages = [{"role": "user", "content": "Who?"}]
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), documents=RECORDS)
+        assert output.reuse.repair.policy == "full"
+        long = [f"{record} {'word ' * 25}" for record in RECORDS]
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), documents=long)
+        assert "may be mixed up" in output.reuse.composition
 
 
 def test_a_default_never_refuses_a_prompt_for_its_size(monkeypatch):
@@ -93,8 +119,8 @@ def test_a_default_never_refuses_a_prompt_for_its_size(monkeypatch):
     monkeypatch.setattr("kvmosaic.engine.request_repair.MAX_REPAIR_LOOKS", 60)
     with LLM(chatting_llama(), profile=False) as llm:
         messages = [{"role": "user", "content": "Who?"}]
-        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), documents=RECORDS)
-        assert output.reuse.repair.policy == "first(8)"
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=1), documents=RECORDS, companions=COMPANIONS)
+        assert output.reuse.repair is None and "mixed up" not in output.reuse.composition
         with pytest.raises(InvalidRepair, match="repair=names repairs"):
             llm.chat(messages, SamplingParams(max_tokens=1, repair="names"), documents=RECORDS)
 

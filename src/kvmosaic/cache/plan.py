@@ -79,6 +79,8 @@ class Plan:
     salt: str
     spans: tuple[SpanPlan, ...]
     tenant: str = ""
+    remark: str = ""
+    """On documents that are alike."""
 
     @property
     def num_tokens(self) -> int:

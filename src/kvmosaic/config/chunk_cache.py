@@ -141,7 +141,7 @@ class ChunkCacheConfig:
         check=repair_policy,
         max_length=MAX_POLICY_CHARACTERS,
         metavar="POLICY",
-        unset=f"as the model's profile says, or {DEFAULT_REPAIR} where the model can, names where documents are alike",
+        unset=f"as the model's profile says, or {DEFAULT_REPAIR} where the model can, full where documents are alike",
         help=f"Which tokens of cached documents requests compute again: {FORMS}.",
     )
     eviction: str | EvictionPolicy = _cache(

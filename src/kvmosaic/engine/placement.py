@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -19,13 +19,17 @@ from kvmosaic.engine.rolling_window import check_positions
 from kvmosaic.errors import InvalidOffset, InvalidPrompt, NotMovable, PromptTooLong
 from kvmosaic.layout import (
     BASE_MODEL,
+    IN_FULL,
+    MIXED_UP,
     ChunkContext,
     Layout,
     LayoutAdapter,
     RollingWindow,
-    are_alike,
+    alike_pair,
     arrange,
     choose_strategy,
+    exact_spans,
+    is_like_any,
 )
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
@@ -52,15 +56,25 @@ class PlacedPrompt:
     """Positions of the model, or fewer by the settings; None: no limit."""
     is_auto: bool = False
     """Whether the length of the prompt decided on the strategy."""
+    remark: str = ""
+    """On documents that are alike, for the report."""
 
 
 class Placer:
     """Places prompts for one model, by the settings or as a request overrides them."""
 
     def __init__(
-        self, model: EngineModel, config: ChunkCacheConfig, max_positions: int | None, clock: Callable[[], float]
+        self,
+        model: EngineModel,
+        config: ChunkCacheConfig,
+        max_positions: int | None,
+        clock: Callable[[], float],
+        *,
+        max_in_full: int,
     ) -> None:
         """Places prompts of at most `max_positions`.
+
+        Documents that are alike are read in full in prompts of at most `max_in_full` tokens: others have no room.
 
         Raises:
             InvalidRepair: the model does not support the repair policy that the settings name.
@@ -72,6 +86,7 @@ class Placer:
         self._names = NameFinder(model.tokenizer)
         self._config = config
         self._clock = clock
+        self._max_in_full = min(max_in_full, max_positions or max_in_full)
         if config.says("repair"):
             check_model(self.repair, model)
 
@@ -89,7 +104,8 @@ class Placer:
         Args:
             prompt: a prompt with token ids.
             repair: overrides the configured policy, which a prompt that it does not suit ignores. Where none is
-                configured, names are repaired in documents that are alike.
+                configured, documents that are alike are read in full, or have met companions of their kind, and names
+                are repaired.
             strategy: overrides the configured one.
             context: overrides the configured one.
             window: rolling window of the text.
@@ -98,23 +114,46 @@ class Placer:
             InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`.
         """
         begin = self._clock()
-        is_default = repair is None and not self._config.says("repair")
         policy = self.repair if repair is None else repair_policy(repair)
         if prompt.is_plain:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
+        likeness = _likeness_of(layout, prompt)
+        is_default = repair is None and not self._config.says("repair")
         if is_default:
-            has_room = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
-            wishes = [Names(), policy] if has_room and are_alike(prompt.chunks) else [policy]
+            wishes = self._wishes(policy, prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
+        remark = MIXED_UP if likeness == "apart" else ""
+        if isinstance(policy, FullRepair):
+            remark = IN_FULL if is_default else ""
         period = Period(begin, self._clock())
-        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto)
+        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, remark)
+
+    def _wishes(
+        self, policy: RepairPolicy, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
+    ) -> Iterator[RepairPolicy]:
+        """Default policies, the best one for right answers first.
+
+        Args:
+            policy: of documents that are not alike.
+            prompt: a prompt.
+            layout: of the prompt.
+            likeness: of its documents.
+            has_window: whether documents move along with a rolling window of the text.
+        """
+        is_free = not has_window and not layout.rules.takes_offsets
+        if likeness == "apart" and is_free and prompt.num_tokens < self._max_in_full:
+            yield FullRepair()
+        if likeness and len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS:
+            yield Names()
+        if likeness != "met":  # first tokens that see everything before them make it worse
+            yield policy
 
     def arrange(
         self,
@@ -144,7 +183,7 @@ class Placer:
             prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
         if max_positions is not None and any(span.end > max_positions for span in layout.spans[:-1]):
-            # the lead-in has no room
+            # the companions have no room
             layout = arrange(replace(prompt, companions=()), strategy, context, moves_sections=model.is_movable)
         if chunks_only:
             layout = replace(layout, spans=layout.spans[:-1])
@@ -160,6 +199,20 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
+
+
+Likeness = Literal["", "apart", "met"]
+"""Of documents: they differ; some are alike, and none has met another; or they have, as companions of their kind."""
+
+
+def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
+    chunks = {index: span.token_ids for index, span in enumerate(layout.spans) if span.is_chunk}
+    documents = list(chunks.values())
+    pair = alike_pair(documents)
+    if pair is None or chunks.keys() <= exact_spans(layout):
+        return ""
+    has_met = layout.chunk_context == "companions" and is_like_any(documents[pair[0]], prompt.companions)
+    return "met" if has_met else "apart"
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

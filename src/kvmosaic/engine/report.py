@@ -52,7 +52,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
             num_left_out = first - window.head_tokens(num_tokens)
             note += f"; {num_left_out} of those between can change nothing and were not computed"
     placed = sequence.request.placed
-    composition = composition_of(layout, placed.max_positions, is_auto=placed.is_auto) + note
+    composition = composition_of(layout, placed.max_positions, is_auto=placed.is_auto, remark=placed.remark) + note
     return ReuseReport(tuple(segments), time_to_first_token, composition, _repair_use(sequence))
 
 

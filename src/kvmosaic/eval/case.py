@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, get_args
 
@@ -83,6 +83,10 @@ class Case:
     def is_labelled(self) -> bool:
         """Whether an accepted answer is known."""
         return bool(self.answers)
+
+    def turned(self) -> Case:
+        """The same with its first document last."""
+        return replace(self, documents=(*self.documents[1:], *self.documents[:1]), needs=())
 
     def _check_text(self, name: str, value: object, limit: int) -> None:
         self._check(

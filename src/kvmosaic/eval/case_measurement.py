@@ -189,8 +189,7 @@ def _ask_way(
     llm: LLM, way: Variant, case: Case, prompt: Prompt, reference: _Reference, *, is_scored: bool
 ) -> CaseResult:
     if way.is_turned:
-        documents = (*case.documents[1:], *case.documents[:1])
-        prompt = prompt_of(llm, replace(case, documents=documents, needs=()))
+        prompt = prompt_of(llm, case.turned())
     recalled = Recalled.of(way.repair)
     output = _answer(llm, way, prompt, 1, recalled)
     own, gold = _scores(llm, way, prompt, reference.token_ids, reference.accepted, recalled)

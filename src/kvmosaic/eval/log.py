@@ -109,10 +109,10 @@ class RunLog:
 
 
 def digest_of(case: Case, prompt: Prompt, *, is_scored: bool) -> str:
-    """Returns a digest of the case: all prompt tokens, and the scoring."""
+    """Returns a digest of the case: all prompt tokens, its companions', and the scoring."""
     segments = [(str(segment.kind), segment.token_ids) for segment in prompt.segments]
     answers = (case.answers, case.others) if case.others else case.answers
-    content = (segments, case.task, answers, case.metric, case.answer_tokens, is_scored)
+    content = (segments, prompt.companions, case.task, answers, case.metric, case.answer_tokens, is_scored)
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 

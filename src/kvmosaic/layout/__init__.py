@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.layout.alike import are_alike
+    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, alike_pair, is_like_any
     from kvmosaic.layout.arrangement import arrange
     from kvmosaic.layout.composition import composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BASE_MODEL",
+    "IN_FULL",
+    "MIXED_UP",
     "STRATEGIES",
     "UNWEIGHTED",
     "ChunkContext",
@@ -41,13 +43,14 @@ __all__ = [
     "Span",
     "View",
     "Visibility",
-    "are_alike",
+    "alike_pair",
     "arrange",
     "choose_strategy",
     "composition_of",
     "context_with",
     "dense",
     "exact_spans",
+    "is_like_any",
     "later_tokens_seen",
     "repair_positions",
     "repaired",
@@ -55,7 +58,7 @@ __all__ = [
 
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
-    "alike": ("are_alike",),
+    "alike": ("IN_FULL", "MIXED_UP", "alike_pair", "is_like_any"),
     "arrangement": ("arrange",),
     "composition": ("composition_of",),
     "dense_layout": ("DenseLayout", "dense"),

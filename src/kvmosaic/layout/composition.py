@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from kvmosaic.layout.alike import are_alike
 from kvmosaic.layout.span import UNWEIGHTED, Layout
 
 
-def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto: bool = False) -> str:
+def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto: bool = False, remark: str = "") -> str:
     """Describes what a layout computes: exact attention, or which approximation was requested.
 
     Args:
         layout: of a prompt.
         max_positions: positions that the model was trained for, or that are allowed; a longer prompt is named.
         is_auto: whether the length of the prompt decided on the strategy.
+        remark: on documents that are alike.
     """
     if not any(span.is_chunk for span in layout.spans):
-        return "exact"
+        return f"exact: {remark}" if remark else "exact"
     apart = "documents do not see each other"
     if (index := layout.repair) is not None:
         apart += f", but for {layout.spans[index].num_tokens} repaired tokens"
@@ -26,8 +26,8 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
         parts.append("the question weighs documents differently")
     if any(span.is_companion for span in layout.spans):
         parts.append("documents after the first were computed after companions")
-    elif are_alike([span.segment for span in layout.spans if span.is_chunk]):
-        parts.append("documents are alike, and may be mixed up")
+    if remark:
+        parts.append(remark)
     if layout.chunk_context == "none":
         parts.append("documents did not see the system prompt")
     elif rest := _unseen_before(layout):

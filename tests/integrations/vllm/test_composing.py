@@ -121,3 +121,16 @@ def test_repairs_read_nothing_that_only_this_step_writes(vllm_engine):
     beside = replace(ask.plain, token_ids=(*system, *first, *rest))
     _, answer = engine.generate([beside, ask])
     assert answer.is_composed and difference(expected, answer) < CLOSE
+
+
+def test_documents_that_are_alike_are_read_in_full_unless_a_repair_is_set(vllm_engine):
+    system, one, question = documents(7, 20, 40, 11)
+    other = [*one[:20], *[token + 1 for token in one[20:23]], *one[23:]]
+    ask = compose(system, [one, other], question)
+    assert ask.composition is not None
+    unsaid = replace(ask, composition=replace(ask.composition, leaves_repair_open=True))
+    answer = vllm_engine("llama").ask(unsaid)
+    assert "documents are alike, so they are read in full" in answer.report["bypass"]
+    assert difference(answer, vllm_engine("llama", plugin=False).ask(ask.plain)) < CLOSE
+    answer = vllm_engine("llama").ask(ask)
+    assert answer.is_composed and "may be mixed up" in answer.report["composition"], answer.report

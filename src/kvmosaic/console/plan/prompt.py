@@ -29,6 +29,9 @@ def show_plans(opening: ModelOptions, asking: PromptSource) -> None:
             console.print()
             console.print(plan_strip(plan))
             console.print()
+            if plan.remark:
+                console.print(plan.remark, style="dim")
+                console.print()
             block_size = llm.chunk_cache_config.block_size
             console.print(plan_table(plan, llm.model.bytes_per_token(), block_size, is_narrow=console.width < 76))
             console.print()

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
-from kvmosaic.layout import Layout, Span, composition_of
+from kvmosaic.layout import MIXED_UP, Layout, Span, alike_pair, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -171,7 +171,8 @@ class ComposedReport:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        meaning = composition_of(self.layout, self.max_positions)
+        is_alike = alike_pair([span.token_ids for span in self.layout.spans if span.is_chunk])
+        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if is_alike else "")
         if self.repair:
             meaning += f"; the first {self.repair} tokens of each document see everything before them"
         return meaning

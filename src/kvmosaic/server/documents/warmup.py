@@ -152,9 +152,8 @@ async def _end_of(
 
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
-    llm, companions = services.llm, job.companions
-    if companions is None:
-        companions = companions_of(llm, services.documents, tenant)
+    llm = services.llm
+    companions = companions_of(llm, services.documents, tenant, job.companions)
     prompt = llm.encoder.beside(companions).encode_documents(
         [document],
         job.system,

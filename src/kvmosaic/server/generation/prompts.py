@@ -179,16 +179,13 @@ def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Doc
 
 
 def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Sequence[str] | None:
-    """Those of a request, or of the tenant's stored documents; None: those of the settings."""
-    named: Sequence[str] | None = getattr(body, "companions", None)
-    return companions_of(sources.llm, sources.documents, tenant.name) if named is None else named
+    return companions_of(sources.llm, sources.documents, tenant.name, getattr(body, "companions", None))
 
 
-def companions_of(llm: LLM, documents: DocumentStore, tenant: str) -> Sequence[str] | None:
-    """The companions of a tenant whose requests name none; None: those of the settings."""
-    config = llm.chunk_cache_config
-    if config.companions != STORED:
-        return None
+def companions_of(llm: LLM, documents: DocumentStore, tenant: str, named: Sequence[str] | None) -> Sequence[str] | None:
+    """Those that a request names, or of the tenant's stored documents; None: those of the settings."""
+    if named is not None or llm.chunk_cache_config.companions != STORED:
+        return named
     return documents.first_texts(tenant, NUM_STORED, MAX_STORED_CHARACTERS) or None
 
 

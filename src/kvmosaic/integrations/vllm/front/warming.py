@@ -110,7 +110,7 @@ class Warming:
             if isinstance(document, str):
                 document = store.get(TENANT, document).content
             prompt = renderer.warming([document], self._body).without_texts()
-            how = self._front.settings.how.updated({"chunk_context": self._body.chunk_context})
+            how = self._front.settings.how.updated({"chunk_context": self._body.chunk_context, "repair": "none"})
             ready = composed(prompt, how, renderer.model.trained_positions)
             assert ready.composition is not None  # it has a document
             return replace(ready, composition=renderer.with_stored_documents(ready.composition))
