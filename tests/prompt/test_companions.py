@@ -37,8 +37,8 @@ def test_texts_come_from_a_request_a_file_or_the_package(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([], "1 to 8 texts, got 0; three are usually enough"),
-        (["a"] * (MAX_COMPANIONS + 1), "1 to 8 texts, got 9"),
+        ([], "1 to 24 texts, got 0; three of a kind are enough"),
+        (["a"] * (MAX_COMPANIONS + 1), "1 to 24 texts, got 25"),
         (["  "], "a text of 1 to 20000 characters, got '  '"),
         (["x" * 20_001], "a text of 1 to 20000 characters"),
         ([3], "got 3"),

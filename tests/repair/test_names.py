@@ -104,6 +104,28 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
 
 
+def test_companions_of_their_kind_are_chosen_from_many_and_warming_chooses_the_same():
+    others = [
+        f"Invoice 2077{number}: customer Holler Glass, amount {number}30 euros, paid by card." for number in range(4)
+    ]
+    prose = [
+        f"{word} is made from the leaves of one plant, and its price was high." for word in ("Tea", "中文中文中文")
+    ]
+    given = [prose[0], others[0], prose[1], *others[1:]]
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
+        llm.warm(RECORDS, companions=given)
+        (output,) = llm.chat(messages, params, documents=RECORDS, companions=given)
+        chunks = [segment for segment in output.reuse.segments if segment.kind == "chunk"]
+        assert all(chunk.reused_tokens == chunk.num_tokens for chunk in chunks)
+        (same,) = llm.chat(messages, params, documents=RECORDS[::-1], companions=others[:3])
+        chunks = [segment for segment in same.reuse.segments if segment.kind == "chunk"]
+        assert all(chunk.reused_tokens == chunk.num_tokens for chunk in chunks), "the first three of their kind"
+        (same,) = llm.chat(messages, params, documents=RECORDS, companions=others[1:])
+        chunks = [segment for segment in same.reuse.segments if segment.kind == "chunk"]
+        assert [chunk.reused_tokens > 0 for chunk in chunks] == [True, False, False], "other companions, other copies"
+
+
 def test_documents_that_are_alike_are_composed_where_reading_them_in_full_has_no_room():
     with LLM(chatting_llama(), profile=False, engine_config=EngineConfig(max_model_len=300)) as llm:
         messages = [{"role": "user", "content": "Who?"}]

@@ -133,8 +133,9 @@ class ChunkCacheConfig:
         max_length=4096,
         metavar="FILE",
         help="Texts that documents see with `chunk_context` companions, which they set, and that no prompt contains: "
-        "a file of up to 8 with empty lines between them, best three documents of the same kind; stored: the first "
-        "three documents that a tenant has stored on the server; prose: a bundled paragraph.",
+        "a file of up to 24 with empty lines between them, best three documents of each kind; stored: documents that a "
+        "tenant has stored on the server; prose: a bundled paragraph. Prompts take three, like their documents if "
+        "there are such.",
     )
     repair: str | RepairPolicy = _cache(
         _REPAIR,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from kvmosaic.cache import KVCache
@@ -25,14 +26,15 @@ from kvmosaic.layout import (
     Layout,
     LayoutAdapter,
     RollingWindow,
+    alike_companions,
     alike_pair,
     arrange,
     choose_strategy,
     exact_spans,
-    is_like_any,
 )
 from kvmosaic.layout.strategies import AUTO
 from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -179,6 +181,8 @@ class Placer:
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
+        if context == "companions":
+            prompt = _with_kin(prompt)
         if chunks_only:  # texts are computed with the request
             prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
@@ -211,8 +215,16 @@ def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
     pair = alike_pair(documents)
     if pair is None or chunks.keys() <= exact_spans(layout):
         return ""
-    has_met = layout.chunk_context == "companions" and is_like_any(documents[pair[0]], prompt.companions)
-    return "met" if has_met else "apart"
+    kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
+    return "met" if any(kin) else "apart"
+
+
+def _with_kin(prompt: Prompt) -> Prompt:
+    """A prompt with the few of its companions that are like its documents, or with the first few."""
+    if len(prompt.companions) <= 1 or not prompt.chunks:
+        return prompt
+    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
+    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, alike_pair, is_like_any
+    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, alike_companions, alike_pair
     from kvmosaic.layout.arrangement import arrange
     from kvmosaic.layout.composition import composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
@@ -43,6 +43,7 @@ __all__ = [
     "Span",
     "View",
     "Visibility",
+    "alike_companions",
     "alike_pair",
     "arrange",
     "choose_strategy",
@@ -50,7 +51,6 @@ __all__ = [
     "context_with",
     "dense",
     "exact_spans",
-    "is_like_any",
     "later_tokens_seen",
     "repair_positions",
     "repaired",
@@ -58,7 +58,7 @@ __all__ = [
 
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
-    "alike": ("IN_FULL", "MIXED_UP", "alike_pair", "is_like_any"),
+    "alike": ("IN_FULL", "MIXED_UP", "alike_companions", "alike_pair"),
     "arrangement": ("arrange",),
     "composition": ("composition_of",),
     "dense_layout": ("DenseLayout", "dense"),

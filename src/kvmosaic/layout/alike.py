@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 TokenIds = Sequence[int]
-Pairs = frozenset[tuple[int, int]]
-"""Tokens that follow one another."""
+Companion = tuple[int, ...]
 
 MIXED_UP = "documents are alike, and may be mixed up"
 IN_FULL = "documents are alike, so they are read in full; companions of their kind, or a repair, let them be reused"
@@ -25,30 +24,41 @@ def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
     Records of one kind have 34% to 95% of these pairs in common in six languages (`kvmosaic eval --tasks similar`),
     paragraphs of one article 0% to 32% (XQuAD), source files of one project 0% to 28%.
     """
-    starts = [_pairs(ids[:_COMPARED]) for ids in documents]
-    return next((near for near in _near(len(documents)) if _are_alike(documents, starts, *near)), None)
+    known = [_Form(ids) for ids in documents]
+    return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
 
 
-def is_like_any(document: TokenIds, others: Sequence[TokenIds]) -> bool:
-    """Whether a document is like any of the others."""
-    return any(alike_pair((document, other)) for other in others)
+def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:
+    """The companions that are like one of the documents, or are one of them."""
+    known = [_Form(ids) for ids in documents]
+    for companion in companions:
+        form = _Form(companion)
+        if any(form.is_like(other) for other in known):
+            yield companion
 
 
-def _near(count: int) -> Iterator[tuple[int, int]]:
+def _near(documents: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
+    """Pairs of documents that are near each other and are not the same."""
+    count = len(documents)
     for first in range(count):
         for second in range(first + 1, min(first + 1 + _NEIGHBOURS, count)):
-            yield first, second
+            if documents[first] != documents[second]:
+                yield first, second
 
 
-def _pairs(ids: TokenIds) -> Pairs:
-    return frozenset(pairwise(ids))
+class _Form:
+    """Which tokens follow one another in a document."""
+
+    def __init__(self, ids: TokenIds) -> None:
+        self._ids = ids
+        self._start = frozenset(pairwise(ids[:_COMPARED]))
+
+    def is_like(self, other: _Form) -> bool:
+        return _have_in_common(self._start, other._start) and _have_in_common(self._end(), other._end())
+
+    def _end(self) -> frozenset[tuple[int, int]]:
+        return frozenset(pairwise(self._ids[-_COMPARED:]))
 
 
-def _are_alike(documents: Sequence[TokenIds], starts: Sequence[Pairs], first: int, second: int) -> bool:
-    if not _have_in_common(starts[first], starts[second]) or documents[first] == documents[second]:
-        return False
-    return _have_in_common(*(_pairs(documents[each][-_COMPARED:]) for each in (first, second)))
-
-
-def _have_in_common(one: Pairs, other: Pairs) -> bool:
+def _have_in_common(one: frozenset[tuple[int, int]], other: frozenset[tuple[int, int]]) -> bool:
     return len(one & other) >= _MIN_SHARE * max(min(len(one), len(other)), _MIN_PAIRS)

@@ -25,9 +25,12 @@ PROSE = (
 """A paragraph of explanation. (On SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document
 itself in its place did not help, and paragraphs full of names and numbers helped less.)"""
 BUNDLED, STORED = "prose", "stored"
-NUM_STORED, MAX_STORED_CHARACTERS = 3, 4_000
+NUM_COMPANIONS = 3
+"""How many of them documents see, at most: more helped no further."""
+MAX_COMPANIONS = 24
+"""To choose from: those that are like the documents of a prompt."""
+MAX_STORED_CHARACTERS = 4_000
 """Of a tenant's stored documents: the first short ones, so that copies stay as they are whatever it stores later."""
-MAX_COMPANIONS = 8
 MAX_COMPANION_CHARACTERS = 20_000
 
 
@@ -47,7 +50,7 @@ def read_companions(given: str | Sequence[str]) -> tuple[str, ...]:
     limit = MAX_COMPANION_CHARACTERS
     if not isinstance(texts, tuple | list) or not 1 <= len(texts) <= MAX_COMPANIONS:
         count = len(texts) if isinstance(texts, tuple | list) else repr(texts)[:80]
-        raise InvalidConfig(f"companions are 1 to {MAX_COMPANIONS} texts, got {count}; three are usually enough")
+        raise InvalidConfig(f"companions are 1 to {MAX_COMPANIONS} texts, got {count}; three of a kind are enough")
     for text in texts:
         if not isinstance(text, str) or not 1 <= len(text.strip()) <= limit:
             raise InvalidConfig(f"a companion is a text of 1 to {limit} characters, got {text!r:.80}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
+from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.prompt.document import (
     MAX_NAME_CHARACTERS,
     Document,
@@ -165,7 +166,8 @@ class Prompt:
     """Whether this is an ordinary prompt that was made from segments, for use without a chunk cache."""
     companions: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
     """Texts before its documents during their prefill, with chunk_context "companions": document k (from 0) is computed
-    after the first k of them, or all; one that is itself a companion, after those before it."""
+    after the first k of them, or all; one that is itself a companion, after those before it. An engine takes three:
+    those that are like its documents, or the first."""
     place: int = field(default=0, compare=False, repr=False)
     """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
     adapter: str | None = None
@@ -308,7 +310,7 @@ class Prompt:
         """
         system = [segment for segment in self.segments if segment.kind is SegmentKind.SYSTEM]
         question = Segment(SegmentKind.QUESTION, (0,))
-        places = range(len(self.companions) + 1) if with_places else range(1)
+        places = range(min(len(self.companions), NUM_COMPANIONS) + 1) if with_places else range(1)
         return [
             replace(self, segments=(*system, chunk, question), place=place) for chunk in self.chunks for place in places
         ]

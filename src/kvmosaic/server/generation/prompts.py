@@ -12,7 +12,7 @@ from kvmosaic.errors import InvalidMessages, InvalidPrompt, InvalidTools
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
-from kvmosaic.prompt.companions import MAX_STORED_CHARACTERS, NUM_STORED, STORED
+from kvmosaic.prompt.companions import MAX_COMPANIONS, MAX_STORED_CHARACTERS, STORED
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
@@ -186,7 +186,7 @@ def companions_of(llm: LLM, documents: DocumentStore, tenant: str, named: Sequen
     """Those that a request names, or of the tenant's stored documents; None: those of the settings."""
     if named is not None or llm.chunk_cache_config.companions != STORED:
         return named
-    return documents.first_texts(tenant, NUM_STORED, MAX_STORED_CHARACTERS) or None
+    return documents.first_texts(tenant, MAX_COMPANIONS, MAX_STORED_CHARACTERS) or None
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
