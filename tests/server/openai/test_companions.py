@@ -50,7 +50,7 @@ def test_documents_are_warmed_for_every_place(http):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [([], "1 to 8 texts, got 0"), (["a"] * 9, "8"), ([" "], "got ' '"), ("a", "list")]
+    ("wrong", "message"), [([], "1 to 24 texts, got 0"), (["a"] * 25, "24"), ([" "], "got ' '"), ("a", "list")]
 )
 def test_what_is_no_companion_is_refused(http, wrong, message):
     reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "documents": DOCUMENTS, "companions": wrong})
