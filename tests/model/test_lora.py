@@ -135,6 +135,18 @@ def test_ordinary_prompts_are_the_base_models_to_the_bit(module: Any) -> None:
     assert not close(scores(with_adapter, named(prompt, "tuned")), scores(without, prompt), 1e-3)
 
 
+def test_documents_that_are_alike_are_read_in_full_by_the_adapter_and_by_the_base_model_if_asked(module: Any) -> None:
+    alike = [[*range(20, 36)], [*range(20, 27), 70, 71, *range(29, 36)]]
+    prompt, adapter = Prompt.from_tokens([2, 3], alike, [5, 6, 7]), adapter_of(module, 1)
+    config = {**small(), "chunk_cache_config": ChunkCacheConfig(chunk_cache_size="4MiB")}
+    twin = build("llama", torch.float64)
+    twin.load_state_dict(module.state_dict())
+    llm = LLM(LoadedModel.from_module(twin, adapters={"tuned": adapter}), profile=False, **config)
+    assert close(scores(llm, prompt), scores(merged_engine(module, adapter), prompt.joined()))
+    (full,) = llm.score([prompt], [[7, 8, 9, 10]], repair="full")
+    assert close(list(full.logprobs), scores(engine_of(module), prompt.joined()))
+
+
 def test_an_adapter_that_no_key_depends_on_shares_the_chunks_of_the_base_model(module: Any) -> None:
     last = module.config.num_hidden_layers - 1
     whole = adapter_of(module, 1, "o_proj", "down_proj")

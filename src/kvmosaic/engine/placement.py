@@ -129,7 +129,10 @@ class Placer:
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
+            adapter = layout.adapter
             layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
+            if is_default:  # asked for, full attention is the base model's
+                layout = replace(layout, adapter=adapter)
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
         remark = MIXED_UP if likeness == "apart" else ""
         if isinstance(policy, FullRepair):
