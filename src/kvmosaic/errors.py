@@ -34,7 +34,6 @@
     │   ├── ChunkInUse                deleting a chunk that a running request reads
     │   ├── OutOfStep                 a rolling cache is called in the wrong order
     │   ├── InvalidChunk              a chunk that a rolling cache cannot take: its number, shape, dtype or device
-    │   ├── InvalidBundle             a file of stored chunks that is not what `cache export` writes
     │   ├── InvalidEntry              a stored chunk that is not to be used
     │   │   ├── DamagedEntry          its bytes differ from the bytes written
     │   │   └── ForeignEntry          of another model, format version, secret or shape
@@ -223,10 +222,6 @@ class OutOfStep(CacheError, RuntimeError):
 
 class InvalidChunk(CacheError, ValueError):
     """A chunk that a rolling cache cannot take: its number, shape, dtype or device."""
-
-
-class InvalidBundle(CacheError):
-    """A file of stored chunks that is not what `kvmosaic cache export` writes."""
 
 
 class InvalidEntry(CacheError):

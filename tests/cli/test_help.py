@@ -78,7 +78,7 @@ def test_no_line_of_a_help_text_is_cut(columns: int, monkeypatch: pytest.MonkeyP
     [
         ("kvmosaic sl", {"sleep"}),
         ("kvmosaic serve --max-num", {"--max-num-seqs", "--max-num-batched-tokens"}),
-        ("kvmosaic cache ex", {"export", "explain"}),
+        ("kvmosaic cache s", {"stat"}),
         ("kvmosaic run --chunk-con", {"--chunk-context"}),
     ],
 )

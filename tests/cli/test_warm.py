@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,23 +48,24 @@ def warm(model: Path, folder: Path, *options: str | Path, exit_code: int = 0, **
 
 
 def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: Path, url: str) -> None:
-    folder, bundle = write(tmp_path / "texts", 5), tmp_path / "texts.bundle"
-    done = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.", "--bundle", bundle)
+    folder = write(tmp_path / "texts", 5)
+    done = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.")
     num_tokens = sum(path.stat().st_size for path in folder.iterdir()) - 5  # one per byte; the last space is cut
     assert (done["documents"], done["computed"], done["skipped"], done["tokens"]) == (5, 5, 0, num_tokens)
     assert done["bytes"] == sum(path.stat().st_size for path in files(tmp_path / "tier"))
-    assert done["bundle"] == {"entries": 5, "bytes": done["bytes"]} and bundle.exists()
     again = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.")
     assert (again["computed"], again["skipped"], again["tokens"], again["bytes"]) == (0, 5, 0, 0)
     asked = ("-q", "Where?", "--documents", folder, "--system", "Answer.", "--chunk-tier", url)
-    result = run("cache", "explain", tiny_model, "--json", *asked)
-    segments = json.loads(result.stdout)["segments"]
-    assert [each["hit"] for each in segments] == [False, *[True] * 5, False]
     asked = (*asked, "--chunk-loading", "always")
     assert "(5 from tiers); every question reuses them" in run("run", tiny_model, *asked, "--max-tokens", "1").stderr
-    other = f"disk:{tmp_path}/other?quota=1GiB"
-    assert run("cache", "import", bundle, other).exit_code == 0
-    assert warm(tiny_model, folder, "--chunk-tier", other, "--system", "Answer.")["skipped"] == 5
+
+
+def test_a_copy_of_the_folder_of_a_disk_tier_is_the_same_tier(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder, other = write(tmp_path / "texts", 3), f"disk:{tmp_path}/other?quota=1GiB"
+    warm(tiny_model, folder, "--chunk-tier", url)
+    shutil.copytree(tmp_path / "tier", tmp_path / "other")
+    assert run("cache", "verify", other).exit_code == 0
+    assert warm(tiny_model, folder, "--chunk-tier", other)["skipped"] == 3
 
 
 @pytest.mark.parametrize("tenant", ["", "team-a"])

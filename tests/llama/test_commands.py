@@ -105,16 +105,16 @@ def test_the_demo_says_how_documents_were_moved() -> None:
     assert "llama.cpp rotated the keys of a copy" in " ".join(result.output.split())
 
 
-def test_tiers_that_warm_filled_are_explained_and_verified(tmp_path: Path) -> None:
+def test_tiers_that_warm_filled_are_read_and_verified(tmp_path: Path) -> None:
     notes, tier = tmp_path / "notes", f"disk:{tmp_path}/tier?quota=64MiB"
     notes.mkdir()
     (notes / "ferry.txt").write_text("The ferry goes to Oak Island at noon.")
     path = reader_file("Q8_0")
     assert "1 computed" in run("warm", path, notes, "--chunk-tier", tier, "--kv-cache-dtype", "q8_0").output
-    asked = ("--documents", notes, "--question", "Where?", "--chunk-tier", tier)
-    assert "loaded" not in run("cache", "explain", path, *asked).output, "a cache of another type is another one"
-    explained = run("cache", "explain", path, *asked, "--kv-cache-dtype", "q8_0")
-    assert explained.exit_code == 0 and "loaded" in explained.output
+    asked = ("--documents", notes, "--question", "Where?", "--chunk-tier", tier, "--chunk-loading", "always")
+    asked = ("run", path, *asked, "--max-tokens", 1)
+    assert "from tiers" not in run(*asked).output, "a cache of another type is another one"
+    assert "(1 from tiers)" in run(*asked, "--kv-cache-dtype", "q8_0").output
     assert "0 damaged" in run("cache", "verify", tier).output
 
 

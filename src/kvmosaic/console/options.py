@@ -116,7 +116,7 @@ class PromptArguments:
     question: Questions = None
     system: System = None
 
-    def read(self, command: str, opening: ModelOptions, tenant: str = "") -> tuple[ModelOptions, PromptSource]:
+    def read(self, command: str, opening: ModelOptions) -> tuple[ModelOptions, PromptSource]:
         """Returns the model and the prompts; a lone "-" is the prompt, not the model.
 
         Raises:
@@ -129,7 +129,7 @@ class PromptArguments:
             opening, prompt = ModelOptions(values=opening.values), "-"
         separator = opening.values["chunk_separator"]
         check_model_is_not_a_prompt(command, opening.model, separator, is_asked=bool(prompt or self.question))
-        return opening, PromptSource(prompt, self.documents, tuple(self.question or ()), self.system, tenant)
+        return opening, PromptSource(prompt, self.documents, tuple(self.question or ()), self.system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +145,10 @@ class FolderOptions:
         str | None,
         typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: .txt and .md, no sub-folders."),
     ] = None
-    bundle: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Then write these documents to a bundle for other machines.")
-    ] = None
     tenant: TenantName = ""
 
     def warming(self) -> Warming:
         """What `warm_folder` needs."""
         from kvmosaic.console.warm.folder import Warming
 
-        return Warming(self.folder, self.glob, self.system, self.system_file, self.bundle, self.tenant)
+        return Warming(self.folder, self.glob, self.system, self.system_file, self.tenant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,6 @@ class PromptSource:
     """Documents for all questions."""
     questions: tuple[str, ...] = ()
     system: str | None = None
-    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.questions:
@@ -58,13 +57,12 @@ class PromptSource:
         """Every prompt, tokenized, with a heading for it."""
         if self.prompt is None:
             for question in self.questions:
-                prompt = compose(llm, question, documents, self.system)
-                yield one_line(question), replace(prompt, tenant=self.tenant)
+                yield one_line(question), compose(llm, question, documents, self.system)
             return
         separator = llm.chunk_cache_config.chunk_separator
         for text in split_input(_standard_input(), separator) if self.prompt == "-" else [self.prompt]:
-            parts, prompt = named_parts(text, separator), llm.encoder.encode(text)
-            yield one_line(text if isinstance(parts, str) else parts[-1]), replace(prompt, tenant=self.tenant)
+            parts = named_parts(text, separator)
+            yield one_line(text if isinstance(parts, str) else parts[-1]), llm.encoder.encode(text)
 
 
 def check_model_is_not_a_prompt(command: str, model: str, separator: str | None, *, is_asked: bool) -> None:

@@ -23,7 +23,6 @@ from kvmosaic.tiers.tier import Deadline, Tier
 MAX_URL_CHARACTERS = 4096
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
-TIER_KINDS = ("host", "disk", *REDIS_SCHEMES, *OBJECT_SCHEMES)
 EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
 _HOST_OPTIONS = ("eviction",)

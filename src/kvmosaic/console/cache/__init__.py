@@ -1,1 +1,1 @@
-"""The command `kvmosaic cache`: lists, explains, verifies, cleans and bundles entries of tiers."""
+"""The command `kvmosaic cache`: lists, verifies and cleans entries of tiers."""

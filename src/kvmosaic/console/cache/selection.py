@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,14 +40,10 @@ _SMALL_BYTES = 2**24
 
 
 @contextmanager
-def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
+def opened(url: str) -> Iterator[Tier]:
     """Opens the tier of a URL, and closes it at the end.
 
-    A tier that is only read has no quota here, so that nothing is evicted; a disk tier needs none in its URL then.
-
-    Args:
-        url: URL of the tier.
-        to_write: whether to create it if missing, and to apply its quota.
+    A disk tier has no quota here, so that nothing is evicted, and needs none in its URL.
 
     Raises:
         InvalidConfig: no such tier, or one that cannot be listed. TierUnavailable: it fails.
@@ -58,18 +54,17 @@ def opened(url: str, *, to_write: bool = False) -> Iterator[Tier]:
             f"a {scheme.lower()} tier is memory of one process, and gone with it; look at what outlives a process: "
             "disk:, redis:, s3:, gs:, az: or file:"
         )
-    if scheme.lower() == "disk" and not to_write and "quota=" not in rest:
+    if scheme.lower() == "disk" and "quota=" not in rest:
         url = f"{url.strip()}{'&' if '?' in rest else '?'}quota={_NO_QUOTA}"
     spec = parse_tier_url(url)
-    if not to_write:
-        if spec.kind == "disk":
-            if not Path(spec.address).is_dir():
-                raise InvalidConfig(f"there is no folder {spec.address}")
-            if not (Path(spec.address) / MARKER).is_file():
-                raise InvalidConfig(f"{spec.address} is not the folder of a disk tier: it has no {MARKER}")
-            spec = replace(spec, quota_bytes=_NO_QUOTA)
-        elif spec.kind == "object" and (place := urlsplit(spec.url)).scheme == "file" and not Path(place.path).is_dir():
-            raise InvalidConfig(f"there is no folder {place.path}")
+    if spec.kind == "disk":
+        if not Path(spec.address).is_dir():
+            raise InvalidConfig(f"there is no folder {spec.address}")
+        if not (Path(spec.address) / MARKER).is_file():
+            raise InvalidConfig(f"{spec.address} is not the folder of a disk tier: it has no {MARKER}")
+        spec = replace(spec, quota_bytes=_NO_QUOTA)
+    elif spec.kind == "object" and (place := urlsplit(spec.url)).scheme == "file" and not Path(place.path).is_dir():
+        raise InvalidConfig(f"there is no folder {place.path}")
     tier = open_tier(spec)
     try:
         yield tier
@@ -100,12 +95,6 @@ def secret_from(variable: str | None = None) -> str | None:
     return secret
 
 
-def header_of(tier: Tier, key: Key) -> EntryHeader | None:
-    """Returns the header of an entry; None if it is gone. See `claims_of`."""
-    claims = claims_of(tier, key)
-    return None if claims is None else claims.header
-
-
 def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
     """Returns the header of an entry, reading no more of it than needed; None if it is gone.
 
@@ -123,25 +112,17 @@ def claims_of(tier: Tier, key: Key) -> ClaimedHeader | None:
 
 
 def whole_entry(tier: Tier, key: Key) -> Entry | None:
-    """Returns all bytes of an entry; None if it is gone. Not a use, where the tier supports that. See `all_bytes`."""
-    return all_bytes(lambda num_bytes: peek(tier, key, num_bytes, deadline=Deadline(CALL_SECONDS)))
-
-
-def all_bytes(read: Callable[[int], Entry | None]) -> Entry | None:
-    """Returns all bytes of an entry; None if it is gone.
+    """Returns all bytes of an entry; None if it is gone. Not a use, where the tier supports that.
 
     Of an entry larger than its header says, reads only one byte more, so that its checksum fails.
 
-    Args:
-        read: returns at most the first n bytes of the entry; None if it is gone.
-
     Raises:
-        InvalidEntry: a large one whose header cannot be read.
+        InvalidEntry: a large one whose header cannot be read. TierUnavailable: the tier fails.
     """
-    start = read(_SMALL_BYTES)
+    start = peek(tier, key, _SMALL_BYTES, deadline=Deadline(CALL_SECONDS))
     if start is None or len(start) < _SMALL_BYTES:
         return start
-    return read(min(num_claimed_bytes(start), MAX_ENTRY_BYTES) + 1)
+    return peek(tier, key, min(num_claimed_bytes(start), MAX_ENTRY_BYTES) + 1, deadline=Deadline(CALL_SECONDS))
 
 
 def all_entries(tier: Tier, notices: Console) -> list[EntryInfo]:
@@ -244,7 +225,7 @@ def listed(tier: Tier, info: EntryInfo) -> Listed | None:
         TierUnavailable: the tier fails.
     """
     try:
-        header = header_of(tier, info.key)
+        claims = claims_of(tier, info.key)
     except InvalidEntry as error:
         return Listed(info, None, str(error))
-    return None if header is None else Listed(info, header)
+    return None if claims is None else Listed(info, claims.header)

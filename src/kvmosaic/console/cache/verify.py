@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -45,16 +45,15 @@ class VerifyResult:
     foreign: dict[Key, str] = field(default_factory=dict)
     """Reasons why entries cannot be checked here: another secret, or another version."""
 
-    def check(self, key: Key, entry: Entry, seal: Checksum) -> bool:
-        """Checks one entry and records the result; returns whether it is intact."""
+    def check(self, key: Key, entry: Entry, seal: Checksum) -> None:
+        """Checks one entry and records the result."""
         try:
             check_entry(entry, key, seal)
         except InvalidEntry as error:
             self.note(key, error)
-            return False
+            return
         self.good += 1
         self.good_bytes += len(entry)
-        return True
 
     def note(self, key: Key, error: InvalidEntry) -> None:
         """Records a bad entry."""
@@ -91,8 +90,7 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
     console, notices = Console(), Console(stderr=True)
     seal, result = seal_from(variable), VerifyResult()
     with _warnings_silenced(), opened(url) as tier:  # quarantined entries are reported below
-        for _ in good_entries(tier, all_entries(tier, notices), seal, result, notices):
-            pass
+        _check(tier, all_entries(tier, notices), seal, result, notices)
         if quarantine:
             for key, reason in result.damaged.items():
                 tier.quarantine(key, reason, Deadline(CALL_SECONDS))
@@ -118,22 +116,14 @@ def verify(url: str, variable: str | None, quarantine: bool, as_json: bool) -> b
     return not result.damaged
 
 
-def good_entries(
-    tier: Tier,
-    infos: Iterable[EntryInfo],
-    seal: Checksum,
-    result: VerifyResult,
-    notices: Console,
-    what: str = "checking",
-) -> Iterator[tuple[Key, Entry]]:
-    """Reads entries one by one and yields the intact ones; the others are in `result`.
+def _check(tier: Tier, infos: Sequence[EntryInfo], seal: Checksum, result: VerifyResult, notices: Console) -> None:
+    """Reads entries one by one, and records in `result` what they are.
 
     Raises:
         TierUnavailable: the tier fails, not only for this entry.
     """
-    infos = list(infos)
     with progress_bar(notices, is_bytes=True) as bar:
-        task = bar.add_task(what, total=sum(info.num_bytes for info in infos))
+        task = bar.add_task("checking", total=sum(info.num_bytes for info in infos))
         for info in infos:
             try:
                 entry = whole_entry(tier, info.key)
@@ -147,8 +137,8 @@ def good_entries(
                 continue
             if entry is None:
                 result.gone += 1
-            elif result.check(info.key, entry, seal):
-                yield info.key, entry
+            else:
+                result.check(info.key, entry, seal)
             bar.advance(task, info.num_bytes)
 
 

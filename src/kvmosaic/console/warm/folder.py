@@ -82,7 +82,6 @@ class Warming:
     pattern: str | None = None
     system: str | None = None
     system_file: Path | None = None
-    bundle: Path | None = None
     tenant: str = ""
 
     def system_text(self) -> str | None:
@@ -140,9 +139,7 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         counts.num_bytes = stored.bytes_written()
         if not counts.is_interrupted:
             counts.missing = stored.missing(counts.chunks)
-            if warming.bundle is not None:
-                counts.bundle = stored.bundled(list(counts.chunks), warming.bundle, notices)
-    show_counts(counts, warming.bundle, as_json)
+    show_counts(counts, as_json)
     if counts.is_interrupted:
         return INTERRUPTED
     return 0 if counts.is_complete else 1

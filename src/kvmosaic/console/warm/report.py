@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.console.text import duration_text, one_line, printable, size_text
-from kvmosaic.tiers.bundle import BundleContents
 
 
 class WarmingBar:
@@ -93,13 +92,11 @@ class WarmCounts:
     """Bytes written to the tiers."""
     seconds: float = 0.0
     is_interrupted: bool = False
-    bundle: BundleContents | None = None
 
     @property
     def is_complete(self) -> bool:
         """Whether every document is in all tiers."""
-        is_bundled = self.bundle is None or self.bundle.num_entries == len(self.chunks)
-        return is_bundled and not (self.missing or self.problems or self.is_interrupted)
+        return not (self.missing or self.problems or self.is_interrupted)
 
     @property
     def num_left(self) -> int:
@@ -107,7 +104,7 @@ class WarmCounts:
         return self.documents - self.computed - self.skipped - len(self.problems)
 
 
-def show_counts(tally: WarmCounts, bundle: Path | None, as_json: bool) -> None:
+def show_counts(tally: WarmCounts, as_json: bool) -> None:
     """Prints what was done, and what is left."""
     console, notices = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     for name, problem in islice(tally.problems.items(), MAX_LINES):
@@ -118,9 +115,6 @@ def show_counts(tally: WarmCounts, bundle: Path | None, as_json: bool) -> None:
         print(json.dumps(_fields(tally)), flush=True)
     else:
         console.print(_summary(tally))
-        if tally.bundle is not None:
-            size = size_text(tally.bundle.num_bytes)
-            console.print(printable(f"{bundle} has {tally.bundle.num_entries:,} entries ({size})"), markup=False)
     if tally.is_interrupted:
         notices.print(
             f"interrupted with {tally.num_left:,} documents left; the same command goes on where this one stopped",
@@ -135,7 +129,6 @@ def show_counts(tally: WarmCounts, bundle: Path | None, as_json: bool) -> None:
 
 
 def _fields(tally: WarmCounts) -> dict[str, object]:
-    bundle = tally.bundle
     return {
         "documents": tally.documents,
         "computed": tally.computed,
@@ -147,7 +140,6 @@ def _fields(tally: WarmCounts) -> dict[str, object]:
         "bytes": tally.num_bytes,
         "seconds": round(tally.seconds, 3),
         "interrupted": tally.is_interrupted,
-        "bundle": None if bundle is None else {"entries": bundle.num_entries, "bytes": bundle.num_bytes},
     }
 
 

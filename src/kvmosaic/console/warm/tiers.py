@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.cache.selection import CALL_SECONDS, SECRET_VARIABLE, claims_of, whole_entry
-from kvmosaic.console.cache.verify import VerifyResult, good_entries
 from kvmosaic.entries import Checksum, check_entry
 from kvmosaic.entries.verification import NO_LABEL
 from kvmosaic.errors import InvalidConfig, InvalidEntry
-from kvmosaic.tiers import Deadline, Entry, Tier
+from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.bundle import BundleContents, write_bundle
 from kvmosaic.tiers.peek import Peeking
 
 if TYPE_CHECKING:
@@ -90,26 +85,6 @@ class StoredKeys:
     def bytes_written(self) -> int:
         """Returns the bytes written by this process, in all tiers."""
         return sum(tier.stat().put_bytes for tier in self.tiers)
-
-    def bundled(self, keys: Sequence[Key], path: Path, notices: Console) -> BundleContents:
-        """Writes these entries to a bundle; bad ones are left out and reported.
-
-        Raises:
-            InvalidBundle: the file cannot be written. TierError: a tier fails.
-        """
-        findings = VerifyResult()
-
-        def entries() -> Iterator[tuple[Key, Entry]]:
-            left = set(keys)
-            for tier in self.tiers:
-                infos = [info for info in tier.scan(Deadline()) if info.key in left] if left else []
-                for key, entry in good_entries(tier, infos, self._seal, findings, notices, "writing the bundle"):
-                    left.discard(key)
-                    yield key, entry
-
-        contents = write_bundle(path, entries())
-        findings.show(notices)
-        return contents
 
     def _usable(self, tier: Tier, keys: Collection[Key]) -> set[Key]:
         there = tier.exists_many(keys, Deadline(CALL_SECONDS))
