@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.gguf import save_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh
+from kvmosaic.assembly import bundled_reader
+from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh, weigh_file
 from kvmosaic.bench.peers.generate import GeneratePeer
 from kvmosaic.bench.peers.outside import OutsidePeer
 from kvmosaic.bench.peers.own import OwnPeer
@@ -163,6 +166,12 @@ def test_parameters_are_counted_once_and_by_use(model: LoadedModel) -> None:
     assert weight.output_parameters == 128 * 32
     assert weight.num_parameters - weight.linear_parameters == 2 * 128 * 32
     assert weight.step_bytes == (weight.linear_parameters + 128 * 32) * 4
+
+
+def test_parameters_of_a_file_are_those_of_its_folder(tmp_path: Path) -> None:
+    file = weigh_file(save_gguf(tmp_path / "reader.gguf"), 7)
+    assert file.element_bytes == pytest.approx(4, rel=1e-3)  # some bytes lie between tensors
+    assert replace(file, element_bytes=4) == weigh(LlamaConfig.from_pretrained(bundled_reader()), 4, 7)
 
 
 def test_random_models_have_the_size_of_their_name() -> None:

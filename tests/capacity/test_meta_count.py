@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
@@ -13,7 +11,6 @@ from support.loaded import loaded_family
 from kvmosaic.capacity import ModelFacts
 from kvmosaic.capacity.meta_count import count
 from kvmosaic.errors import UnsupportedModel
-from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
 
 UNCOUNTED = {"jetmoe": "sends tokens to experts inside its attention, by their numbers"}
@@ -97,24 +94,3 @@ def test_a_window_is_counted_in_full_and_what_it_hides_is_told() -> None:
 def test_frequencies_that_change_with_length_do_not_need_numbers() -> None:
     scaled = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
     assert count_family("llama", rope_parameters=scaled).kv_bytes_per_token == count_family("llama").kv_bytes_per_token
-
-
-def test_a_token_is_multiplied_with_its_own_experts_only() -> None:
-    two, four = (count_family("mixtral", num_experts_per_tok=number) for number in (2, 4))
-    assert two.num_parameters == four.num_parameters
-    experts = 2 * 3 * 64 * 96  # in each layer and of each expert: three matrices
-    assert four.linear_parameters - two.linear_parameters == 2 * experts
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "llama4"])
-@pytest.mark.parametrize(("new", "before"), [(1, 0), (5, 0), (5, 30), (30, 5), (100, 3)])
-def test_pairs_of_query_and_key_are_those_of_the_mask(family: str, new: int, before: int) -> None:
-    for layer in count_family(family).layers:  # counted as a window: how much of it is seen varies
-        if layer.mask.kind == "chunked":
-            layer = dataclasses.replace(layer, mask=MaskSpec("window", layer.mask.size))
-        seen = [
-            query - key < layer.mask.size if layer.mask.kind == "window" else True
-            for query in range(before, before + new)
-            for key in range(query + 1)
-        ]
-        assert layer.mask.max_pairs(new, before) == sum(seen)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvmosaic import LLM, ChunkCacheConfig
 from kvmosaic.capacity import read_model
-from kvmosaic.capacity.gguf_facts import measure_llama, read_gguf_facts
+from kvmosaic.capacity.gguf_facts import read_gguf_facts
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.llama import interface
@@ -61,7 +61,7 @@ def test_a_gpu_is_refused_where_llama_cpp_was_built_for_cpus(monkeypatch: pytest
 
 def test_plan_counts_the_weights_of_the_file_and_the_cache_that_is_chosen() -> None:
     path = reader_file("Q8_0")
-    header, dequantized = read_gguf(path), read_model(path)
+    header = read_gguf(path)
     room = ("plan", path, "--device-memory", "1GiB", "--documents", 10, "--json")
     for options, cache_bytes in (((), 2.0), (("--kv-cache-dtype", "q8_0"), 1.0625)):
         result = run(*room, *options)
@@ -69,18 +69,11 @@ def test_plan_counts_the_weights_of_the_file_and_the_cache_that_is_chosen() -> N
         model = json.loads(result.output)["model"]
         assert model["dtype"] == "Q8_0" and model["weight_bytes"] == header.num_bytes - header.data_start
         assert model["kv_bytes_per_token"] == cache_bytes * 6 * 2 * 2 * 64
-    facts = read_gguf_facts(path)
-    assert facts.num_parameters == dequantized.num_parameters and facts.flops(9, 5, 2) == dequantized.flops(9, 5, 2)
+    assert read_gguf_facts(path).num_parameters == read_model(path).num_parameters
     result = run(*room, "--engine", "transformers")
     assert json.loads(result.output)["model"]["dtype"] == "bfloat16"
     refused = run(*room, "--chunk-codec", "int8")
     assert refused.exit_code == 2 and "positions" in refused.output
-
-
-def test_the_plan_of_this_machine_measures_llama_cpp_itself() -> None:
-    path = reader_file("Q8_0")
-    speed = measure_llama(path, read_gguf_facts(path))
-    assert "llama.cpp" in speed.source and speed.flops_per_second > 1e8 and speed.bytes_per_second > 1e6
 
 
 def test_eval_leaves_out_what_llama_cpp_cannot_and_says_so() -> None:

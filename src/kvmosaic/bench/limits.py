@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
 from kvmosaic.bench.models import TokenCost
-from kvmosaic.capacity.machine import least_seconds, measure_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,26 @@ def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, t
     try:
         for count in sorted({1, threads}):
             torch.set_num_threads(count)
-            reads[count] = num_bytes / least_seconds(buffer.sum, tries)
-        flops = {dtype: measure_flops(getattr(torch, dtype), tries) for dtype in dtypes}
+            reads[count] = num_bytes / _least_seconds(buffer.sum, tries)
+        flops = {dtype: _measure_flops(getattr(torch, dtype), tries) for dtype in dtypes}
     finally:
         torch.set_num_threads(before)
     return Limits(reads, flops, threads)
+
+
+def _measure_flops(dtype: torch.dtype, tries: int) -> float:
+    """Floating point operations per second of a square product."""
+    size = 1_024
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / _least_seconds(lambda: left @ right, tries)
+
+
+def _least_seconds(run: Callable[[], object], tries: int) -> float:
+    """The shortest of several runs, after one that does not count."""
+    run()
+    seconds = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from kvmosaic.assembly import BUNDLED_READER, bundled_reader
 from kvmosaic.errors import ModelNotFound
+from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 
 _SHARED = {"max_position_embeddings": 16_384, "rope_theta": 500_000.0, "tie_word_embeddings": True}
 RANDOM_MODELS = {
@@ -33,6 +34,8 @@ RANDOM_MODELS = {
     },
 }
 """Llamas with grouped queries and a head size of 64."""
+_TOKEN_TABLE, _OUTPUT = "token_embd.weight", "output.weight"
+_EXPERTS = "_exps."
 
 
 def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
@@ -89,3 +92,25 @@ def weigh(config: PretrainedConfig, element_bytes: int, kv_bytes_per_token: int)
     total = sum(parameter.numel() for parameter in parameters.values())
     linear = total - sum(table.numel() for table in aside.values())
     return TokenCost(total, linear, head.numel(), kv_bytes_per_token, element_bytes)
+
+
+def weigh_file(path: Path, kv_bytes_per_token: int) -> TokenCost:
+    """Counts the parameters of a GGUF file by its header, in the mean size that they have there."""
+    header = read_gguf(path)
+    named = {tensor.name: tensor for tensor in header.tensors}
+    output = named.get(_OUTPUT) or named.get(_TOKEN_TABLE)
+    return TokenCost(
+        header.num_numbers,
+        round(sum(_used(header, tensor) for tensor in header.tensors)),
+        output.num_numbers if output is not None else 0,
+        kv_bytes_per_token,
+        (header.num_bytes - header.data_start) / header.num_numbers,
+    )
+
+
+def _used(header: GgufFile, tensor: GgufTensor) -> float:
+    """Numbers that one token is multiplied with; of experts, its share."""
+    if tensor.name in (_TOKEN_TABLE, _OUTPUT):
+        return 0.0
+    used, count = header.stated("expert_used_count"), header.stated("expert_count")
+    return tensor.num_numbers * (used / count if _EXPERTS in tensor.name and used and count else 1.0)

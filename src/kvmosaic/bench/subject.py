@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmosaic.assembly import AnyModel, open_model
-from kvmosaic.bench.models import TokenCost, model_folder, weigh
+from kvmosaic.bench.models import TokenCost, model_folder, weigh, weigh_file
 from kvmosaic.model import LoadedModel
 
 
@@ -58,8 +58,4 @@ def _weighed(model: AnyModel, source: Path) -> TokenCost:
     kv_bytes = model.bytes_per_token()
     if isinstance(model, LoadedModel):
         return weigh(model.config, model.dtype.itemsize, kv_bytes)
-    from kvmosaic.capacity.gguf_facts import read_gguf_facts
-
-    facts = read_gguf_facts(source)
-    bytes_per_number = facts.weight_bytes / facts.num_parameters
-    return TokenCost(facts.num_parameters, facts.linear_parameters, facts.output_parameters, kv_bytes, bytes_per_number)
+    return weigh_file(source, kv_bytes)

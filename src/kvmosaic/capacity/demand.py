@@ -60,11 +60,6 @@ class Demand:
                 "lower documents_per_prompt"
             )
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of a prompt, without its answer."""
-        return self.system_tokens + self.documents_per_prompt * self.tokens_per_document + self.question_tokens
-
 
 _EXACT = 1_000
 """Ranks counted one by one; further ones are in groups whose ranks differ by 1%."""

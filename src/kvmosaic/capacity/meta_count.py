@@ -7,7 +7,6 @@ family does with its heads is counted right, and there is no list of families.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -25,8 +24,6 @@ from kvmosaic.model.probe.probe import check_calls, select_attention
 from kvmosaic.model.unsupported import check_rules
 
 _NUM_TOKENS = 2
-_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "experts_per_token", "top_k_experts")
-"""Names in configurations of the number of experts per token."""
 _WINDOWS: dict[str, tuple[MaskKind, str]] = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunked", "attention_chunk_size"),
@@ -63,31 +60,16 @@ def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none"
     module.eval()
     layers = _layers(module)
     embedding: Tensor = module.get_input_embeddings().weight
-    head: Tensor = module.get_output_embeddings().weight
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    parameters = {id(each): (each_name, each) for each_name, each in module.named_parameters()}
-    aside = tables | {id(head)}
-    share = _expert_share(module)
-    linear = sum(
-        each.numel() * (share if _is_expert(each_name, each) else 1.0)
-        for key, (each_name, each) in parameters.items()
-        if key not in aside
-    )
-    weight_bytes = sum(each.nbytes for _, each in parameters.values()) + sum(each.nbytes for each in module.buffers())
-    looked_up = sum(parameters[key][1].nbytes for key in tables if key in parameters and key != id(head))
+    parameters = list(module.parameters())  # shared ones once
+    weight_bytes = sum(each.nbytes for each in (*parameters, *module.buffers()))
     if quantization == "int8":
-        saved = _saved_by_int8(module, embedding)
-        weight_bytes -= saved
-        looked_up += embedding.nbytes if head is embedding else 0  # it keeps its rows beside the head in 8 bits
+        weight_bytes -= _saved_by_int8(module, embedding)
     return ModelFacts(
         name=name,
         dtype=str(embedding.dtype).removeprefix("torch."),
         element_bytes=embedding.dtype.itemsize,
-        num_parameters=sum(each.numel() for _, each in parameters.values()),
+        num_parameters=sum(each.numel() for each in parameters),
         weight_bytes=weight_bytes,
-        step_bytes=weight_bytes - looked_up,
-        linear_parameters=round(linear),
-        output_parameters=head.numel(),
         max_positions=_position_limit(module.config.get_text_config()),
         layers=layers,
         quantization=quantization,
@@ -190,21 +172,6 @@ def _linears(module: Any) -> Iterator[nn.Linear]:
         if type(part) is nn.Linear and id(part) not in latent and id(part.weight) not in seen:
             seen.add(id(part.weight))
             yield part
-
-
-def _expert_share(module: Any) -> float:
-    """Returns the share of expert weights that one token is routed to."""
-    config = module.config.get_text_config()
-    chosen = next((int(value) for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
-    counts = [each.shape[0] for name, each in module.named_parameters() if _is_expert(name, each) and each.dim() == 3]
-    names = (re.search(r"(?:^|\.)experts\.(\d+)\.", name) for name, _ in module.named_parameters())
-    counts += [int(match[1]) + 1 for match in names if match]
-    return min(1.0, chosen / max(counts)) if chosen and counts else 1.0
-
-
-def _is_expert(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter belongs to experts of which a token uses some: fused ones have three dimensions."""
-    return parameter.dim() == 3 or re.search(r"(?:^|\.)experts\.\d+\.", name) is not None
 
 
 def _as_it_came(given: Tensor, *_: object, **__: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""Model facts: KV cache and compute per token; read from a config.json, a GGUF file, a family, or a hub name."""
+"""Model facts: weights, and KV cache per token; read from a config.json, a GGUF file, a family, or a hub name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvmosaic.layers.geometry import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Memory and work of a model."""
+    """Memory of a model."""
 
     name: str
     dtype: str
@@ -25,12 +25,6 @@ class ModelFacts:
     num_parameters: int
     weight_bytes: int
     """All weights, shared ones once."""
-    step_bytes: int
-    """Weights that one forward of many tokens reads: all but tables that are only looked up in."""
-    linear_parameters: int
-    """Parameters that one token is multiplied with, without the output layer; of experts, only the routed ones."""
-    output_parameters: int
-    """Of the output layer, needed for rows with logits only."""
     max_positions: int | None
     layers: tuple[LayerShape, ...]
     quantization: Literal["none", "int8"] = "none"
@@ -52,13 +46,6 @@ class ModelFacts:
         """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
         numbers = sum(layer.kept_per_token * layer.mask.max_seen(num_tokens) for layer in self.layers)
         return int(self.element_bytes * numbers)
-
-    def flops(self, num_new: int, num_before: int, num_rows: int = 0) -> float:
-        """Returns floating point operations of new tokens after visible ones, with logits for some rows."""
-        linear = 2.0 * (self.linear_parameters * num_new + self.output_parameters * num_rows)
-        return linear + sum(
-            float(layer.flops_per_pair) * layer.mask.max_pairs(num_new, num_before) for layer in self.layers
-        )
 
     def kinds(self) -> list[tuple[str, int, int]]:
         """Kinds of layers in the order of their first one: what they keep, how many, bytes per token of all of them."""

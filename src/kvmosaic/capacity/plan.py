@@ -1,4 +1,4 @@
-"""Capacity plan: the memory split of a device, how much fits, the hit rate, and the time to the first token."""
+"""Capacity plan: the memory split of a device, how much fits, and the hit rate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from kvmosaic.capacity.demand import Demand, Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 from kvmosaic.capacity.model_facts import ModelFacts
-from kvmosaic.capacity.speed import FirstToken, Speed
-from kvmosaic.capacity.tier_plan import ASSUMED_TIERS, Codec, TierPlan, TierSpeed, assumed, plan_tier
+from kvmosaic.capacity.tier_plan import Codec, TierPlan, plan_tier
 from kvmosaic.config import ChunkCacheConfig, parse_bytes
 from kvmosaic.errors import InvalidConfig
 
@@ -122,16 +121,12 @@ DEFAULT_HEADROOM = "10%"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Cumulative hit rate and TTFT up to one tier."""
+    """Cumulative hit rate up to one tier."""
 
     name: str
-    """`computed` (no cache), `device`, or a kind of tier."""
+    """`device`, or a kind of tier."""
     hit_rate: float
     """Share of requested documents found here or before."""
-    first_token_seconds: float
-    """Mean TTFT."""
-    speedup: float
-    """TTFT with every document of every prompt computed / this TTFT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +135,14 @@ class CapacityPlan:
 
     model: ModelFacts
     demand: Demand
-    speed: Speed
     room: MemorySplit
     hit_rate: float
     """Share of requested documents that are on the device."""
     best_hit_rate: float
     """The same if the device always had the most popular ones."""
-    saved_share: float
-    """β: share of the TTFT that is saved if all documents are on the device."""
     stages: tuple[Stage, ...]
-    """Without a cache, with the device, and with each planned tier after it."""
+    """With the device, and with each tier after it."""
     tiers: tuple[TierPlan, ...]
-    """Planned tiers in their order, then the other kinds for comparison."""
     notes: tuple[str, ...]
     """Caveats."""
 
@@ -187,14 +178,12 @@ class CapacityPlan:
         return {
             "model": model,
             "demand": asdict(self.demand),
-            "speed": asdict(self.speed),
             "memory": room,
             "hit_rate": self.hit_rate,
             "best_hit_rate": self.best_hit_rate,
             "uses_per_computation": None if self.hit_rate >= 1.0 else self.uses,
-            "saved_share": self.saved_share,
             "stages": [asdict(stage) for stage in self.stages],
-            "tiers": [asdict(tier) | {"is_worth": tier.is_worth} for tier in self.tiers],
+            "tiers": [asdict(tier) for tier in self.tiers],
             "notes": list(self.notes),
         }
 
@@ -203,52 +192,44 @@ def plan_capacity(
     model: ModelFacts,
     device_memory: int | str,
     demand: Demand,
-    speed: Speed,
     *,
     block_size: int = 16,
     headroom: int | str = DEFAULT_HEADROOM,
     weights: int | str | None = None,
-    tiers: Sequence[TierSpeed] = (),
-    compared: Sequence[TierSpeed] = (),
+    tiers: Sequence[str] = (),
     codec: Codec = "none",
 ) -> CapacityPlan:
-    """Plans what fits on a device, and its hit rates and times.
+    """Plans what fits on a device, and its hit rates.
 
     Args:
         model: see `read_model`.
         device_memory: total memory of the device: bytes or text such as "80GiB".
         demand: how many documents, how long, how popular, and how many prompts at once.
-        speed: of the device; see `spec_speed` and `measure_speed`.
         block_size: token slots of a block.
         headroom: memory for everything else, a size or a share such as "10%".
         weights: bytes of the weights, if they are known better than by counting.
-        tiers: the tiers below the device, fastest first.
-        compared: speeds of tiers of other kinds, for comparison; omitted ones are assumed.
+        tiers: URLs of the tiers below the device, fastest first.
         codec: how tiers store numbers.
 
     Raises:
-        InvalidConfig: a number outside its range, or a model or a document that does not fit.
+        InvalidConfig: a number outside its range, a model or a document that does not fit, or a kind of tier that is
+            named twice.
     """
     ChunkCacheConfig(block_size=block_size)
     device_bytes = parse_bytes(device_memory)
     weight_bytes = model.weight_bytes if weights is None else parse_bytes(weights)
     room = make_room(model, device_bytes, demand, block_size, parse_headroom(headroom, device_bytes), weight_bytes)
-    first = FirstToken(model, speed, demand)
     ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
     rate = hit_rate(ranks, room.resident)
-    known = {tier.kind: tier for tier in compared}
-    others = [known.get(kind, assumed(kind)) for kind in ASSUMED_TIERS if kind not in {tier.kind for tier in tiers}]
-    planned = _with_found([plan_tier(tier, first, codec) for tier in tiers], ranks, room)
+    planned = _with_found([plan_tier(url, model, demand.tokens_per_document, codec) for url in tiers], ranks, room)
     return CapacityPlan(
         model=model,
         demand=demand,
-        speed=speed,
         room=room,
         hit_rate=rate,
         best_hit_rate=best_hit_rate(ranks, room.resident),
-        saved_share=first.saved_share(),
-        stages=_stages(first, rate, planned),
-        tiers=(*planned, *(plan_tier(tier, first, codec) for tier in others)),
+        stages=_stages(rate, planned),
+        tiers=tuple(planned),
         notes=tuple(_notes(model, demand, room)),
     )
 
@@ -278,28 +259,24 @@ def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: MemorySplit
     A persistent tier receives everything that is computed, so it has what the device has. A host tier receives what the
     device evicts.
     """
+    kinds = [tier.kind for tier in tiers]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise InvalidConfig(f"two tiers are of kind {kind}; a plan has one of each kind at most")
     reach, before, planned = float(room.resident), hit_rate(ranks, room.resident), []
     for tier in tiers:
-        if tier.is_worth:
-            kept = float("inf") if tier.kept is None else float(tier.kept)
-            reach = with_host(reach, kept) if tier.tier.kind == "host" else max(reach, kept)
-            rate = hit_rate(ranks, reach)
-            tier, before = replace(tier, found=max(0.0, rate - before)), max(rate, before)
-        planned.append(replace(tier, is_planned=True))
+        kept = float("inf") if tier.kept is None else float(tier.kept)
+        reach = with_host(reach, kept) if tier.kind == "host" else max(reach, kept)
+        rate = hit_rate(ranks, reach)
+        planned.append(replace(tier, found=max(0.0, rate - before)))
+        before = max(rate, before)
     return planned
 
 
-def _stages(first: FirstToken, on_device: float, tiers: list[TierPlan]) -> tuple[Stage, ...]:
-    number = first.demand.documents_per_prompt
-    nothing = first.prompt_seconds(number)
-    with_device = first.expected_seconds(on_device)
-    stages = [Stage("computed", 0.0, nothing, 1.0), Stage("device", on_device, with_device, nothing / with_device)]
-    rate, loading = on_device, 0.0
+def _stages(on_device: float, tiers: list[TierPlan]) -> tuple[Stage, ...]:
+    stages = [Stage("device", on_device)]
     for tier in tiers:
-        rate = min(1.0, rate + tier.found)
-        loading += number * tier.found * tier.load_seconds
-        seconds = first.expected_seconds(rate) + loading
-        stages.append(Stage(tier.tier.kind, rate, seconds, nothing / seconds))
+        stages.append(Stage(tier.kind, min(1.0, stages[-1].hit_rate + tier.found)))
     return tuple(stages)
 
 

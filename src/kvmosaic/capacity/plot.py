@@ -1,35 +1,31 @@
-"""Plot of a plan: hit rate and time to the first token over device memory."""
+"""Plot of a plan: hit rate over device memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvmosaic.capacity.demand import drawn_together, hit_rate, zipf_ranks
 from kvmosaic.capacity.plan import CapacityPlan
-from kvmosaic.capacity.speed import FirstToken
 from kvmosaic.errors import InvalidConfig
 
 _POINTS = 60
 _SIZE = (7.0, 4.2)
 
 
-def by_memory(plan: CapacityPlan, points: int = _POINTS) -> list[tuple[int, float, float]]:
-    """Bytes of a device, documents found on it, and seconds to the first token, without tiers.
+def by_memory(plan: CapacityPlan, points: int = _POINTS) -> list[tuple[int, float]]:
+    """Bytes of a device, and documents found on it, without tiers.
 
     From a device that holds one document to one that holds all of them (or four times the planned one).
     """
     demand, room = plan.demand, plan.room
     fixed = room.weight_bytes + room.headroom_bytes + room.request_bytes
     most = min(fixed + demand.documents * room.document_bytes, 4 * room.device_bytes)
-    first = FirstToken(plan.model, plan.speed, demand)
     ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
     largest = max((most - fixed) // room.document_bytes, 2)
     found = []
     for number in range(points):
         kept = round(largest ** (number / (points - 1)))
-        rate = hit_rate(ranks, min(demand.documents, kept))
-        found.append((fixed + kept * room.document_bytes, rate, first.expected_seconds(rate)))
+        found.append((fixed + kept * room.document_bytes, hit_rate(ranks, min(demand.documents, kept))))
     return found
 
 
@@ -47,26 +43,17 @@ def save_plot(plan: CapacityPlan, path: Path) -> None:
     except ImportError as error:
         raise InvalidConfig("plots need matplotlib; pip install 'kvmosaic[bench]', or leave out the plot") from error
     figure = FigureCanvasAgg(Figure(figsize=_SIZE, layout="constrained")).figure
-    left = figure.add_subplot()
-    right = left.twinx()
-    sizes, rates, seconds = zip(*by_memory(plan), strict=True)
-    gib = _gib(sizes)
-    left.plot(gib, [100 * rate for rate in rates], color="C0")
-    right.plot(gib, [1e3 * each for each in seconds], color="C1")
-    left.axvline(plan.room.device_bytes / 2**30, color="black", linestyle=":", linewidth=1)
-    left.set_xlabel("memory of the device, GiB (dotted: planned)")
-    left.set_ylabel("documents found, %", color="C0")
-    right.set_ylabel("first token, ms", color="C1")
-    left.set_ylim(0, 100)
-    right.set_ylim(bottom=0)
+    axes = figure.add_subplot()
+    sizes, rates = zip(*by_memory(plan), strict=True)
+    axes.plot([size / 2**30 for size in sizes], [100 * rate for rate in rates])
+    axes.axvline(plan.room.device_bytes / 2**30, color="black", linestyle=":", linewidth=1)
+    axes.set_xlabel("memory of the device, GiB (dotted: planned)")
+    axes.set_ylabel("documents found, %")
+    axes.set_ylim(0, 100)
     demand = plan.demand
-    left.set_title(
+    axes.set_title(
         f"{plan.model.name}: {demand.documents:,} documents of {demand.tokens_per_document:,} tokens, "
-        f"zipf {demand.zipf:g}\n{plan.speed.source.partition(':')[0]}",
+        f"zipf {demand.zipf:g}",
         fontsize=10,
     )
     figure.savefig(path, dpi=130)
-
-
-def _gib(sizes: Sequence[int]) -> list[float]:
-    return [size / 2**30 for size in sizes]

@@ -43,14 +43,6 @@ class MaskSpec:
         """Maximum of `num_tokens` tokens that a token right after them sees, without itself."""
         return num_tokens if self.kind == "full" else min(num_tokens, self.size)
 
-    def max_pairs(self, num_new: int, num_before: int) -> int:
-        """Maximum of pairs of query and key when `num_new` tokens are computed after `num_before` visible ones."""
-        first, last = num_before + 1, num_before + num_new
-        if self.kind == "full" or last <= self.size:
-            return (first + last) * num_new // 2
-        growing = max(0, self.size - num_before)
-        return (first + self.size) * growing // 2 + self.size * (num_new - growing)
-
 
 FULL = MaskSpec()
 

@@ -29,7 +29,7 @@ device_option = partial(typer.Option, rich_help_panel=PANEL)
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """The device, what is asked of it, and how fast it is."""
+    """The device, and what is asked of it."""
 
     device_memory: Annotated[
         str | None,
@@ -68,37 +68,11 @@ class DeviceOptions:
         device_option(metavar="SIZE", help="What the weights take, if you know better."),
     ] = None
     quantization: Annotated[Literal["none", "int8"], option("quantization", panel=PANEL)] = "none"
-    hardware: Annotated[
-        str | None,
-        device_option(
-            metavar="NAME",
-            help="Speed by data sheet: a100, h100, h200, l4, l40s, rtx4090, mi300x. Half of it is counted.",
-        ),
-    ] = None
-    flops: Annotated[
-        str | None,
-        device_option(metavar="RATE", help="Operations per second that are reached: 400T."),
-    ] = None
-    bandwidth: Annotated[
-        str | None,
-        device_option(metavar="RATE", help="Bytes of its memory per second: 2TB/s."),
-    ] = None
-    measure: Annotated[
-        bool,
-        device_option("--measure", help="Measure this machine and the tiers named, a few seconds."),
-    ] = False
     chunk_tier: Annotated[list[str] | None, option("chunk_tier", panel=PANEL)] = None
-    tier_speed: Annotated[
-        list[str] | None,
-        device_option(
-            metavar="KIND=RATE,TIME",
-            help="How fast host, disk, redis or object is: disk=3GB/s,0.2ms.",
-        ),
-    ] = None
     chunk_codec: Annotated[Codec, option("chunk_codec", panel=PANEL)] = "none"
     plot: Annotated[
         Path | None,
-        device_option(metavar="FILE", help="Draw hit rate and first token by memory (PNG)."),
+        device_option(metavar="FILE", help="Draw the hit rate by memory (PNG)."),
     ] = None
 
     def demand(self, documents: int, *, is_capped: bool) -> Demand:
@@ -123,7 +97,7 @@ class DeviceOptions:
         Raises:
             InvalidConfig: options that exclude each other.
         """
-        from kvmosaic.console.plan.device import CapacityRequest, SpeedAsked
+        from kvmosaic.console.plan.device import CapacityRequest
 
         return CapacityRequest(
             self.config or opening.model,
@@ -134,9 +108,7 @@ class DeviceOptions:
             self.block_size,
             self.headroom,
             self.weights,
-            SpeedAsked(self.hardware, self.flops, self.bandwidth, self.measure),
             tuple(self.chunk_tier or ()),
-            tuple(self.tier_speed or ()),
             self.chunk_codec,
             opening.values["engine"],
             opening.values["kv_cache_dtype"],
@@ -187,7 +159,7 @@ def plan(
     system: System = None,
     as_json: Annotated[bool, device_option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the memory of one prompt; or, without a prompt, what a device holds, and how fast it will answer.
+    """Show the memory of one prompt; or, without a prompt, what a device holds.
 
     kvmosaic plan reader --documents notes --question "Where?"
 
@@ -196,8 +168,8 @@ def plan(
     kvmosaic plan llama --device-memory 80GiB --documents 10000 --tokens-per-document 1000 --concurrency 32
 
     The first composes a prompt without answering it. The others read a configuration, and no weights: how many
-    documents stay in memory, how often one is found, the time to the first token, and what each tier is worth. The
-    second is about this machine, whose speed is measured; --device-memory is about another one.
+    documents stay in memory, and how often one is found there and in each tier. The second is about this machine;
+    --device-memory is about another one.
     """
     if not _is_of_device(context, documents):
         opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
