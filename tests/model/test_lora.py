@@ -135,6 +135,7 @@ def test_ordinary_prompts_are_the_base_models_to_the_bit(module: Any) -> None:
     assert not close(scores(with_adapter, named(prompt, "tuned")), scores(without, prompt), 1e-3)
 
 
+@pytest.mark.slow
 def test_documents_that_are_alike_are_read_in_full_by_the_adapter_and_by_the_base_model_if_asked(module: Any) -> None:
     alike = [[*range(20, 36)], [*range(20, 27), 70, 71, *range(29, 36)]]
     prompt, adapter = Prompt.from_tokens([2, 3], alike, [5, 6, 7]), adapter_of(module, 1)
