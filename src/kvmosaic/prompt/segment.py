@@ -167,7 +167,7 @@ class Prompt:
     companions: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
     """Texts before its documents during their prefill, with chunk_context "companions": document k (from 0) is computed
     after the first k of them, or all; one that is itself a companion, after those before it. An engine takes three:
-    those that are like its documents, or the first."""
+    texts that are like its documents, or the first ones."""
     place: int = field(default=0, compare=False, repr=False)
     """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
     adapter: str | None = None

@@ -24,7 +24,7 @@ from kvmosaic.console.options import (
 
 EXPLAIN = """chunk_separator position_strategy chunk_context preamble find_documents document_pattern profile
 long_chunks max_section_tokens chunk_codec chunk_cache_size dtype
-device quantization engine kv_cache_dtype"""
+device engine kv_cache_dtype"""
 
 cache = CommandGroup(
     no_args_is_help=True,

@@ -67,7 +67,6 @@ class DeviceOptions:
         str | None,
         device_option(metavar="SIZE", help="What the weights take, if you know better."),
     ] = None
-    quantization: Annotated[Literal["none", "int8"], option("quantization", panel=PANEL)] = "none"
     hardware: Annotated[
         str | None,
         device_option(
@@ -128,7 +127,6 @@ class DeviceOptions:
         return CapacityRequest(
             self.config or opening.model,
             opening.values["dtype"],
-            self.quantization,
             self.device_memory,
             demand,
             self.block_size,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -133,7 +133,6 @@ class CapacityRequest:
 
     model: str
     dtype: str
-    quantization: str
     device_memory: str | None
     """None: this machine, whose speed is measured unless it is given."""
     demand: Demand
@@ -186,7 +185,7 @@ class CapacityRequest:
         """
         from kvmosaic.assembly import runs_in_llama
 
-        if not runs_in_llama(self.model, self.engine, self.dtype, self.quantization, self.kv_cache_dtype):
+        if not runs_in_llama(self.model, self.engine, self.dtype, self.kv_cache_dtype):
             return None
         if self.codec != "none":
             raise InvalidConfig(
@@ -202,14 +201,13 @@ class CapacityRequest:
 
     def _model(self) -> ModelFacts:
         """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
-        quantization: Literal["none", "int8"] = "int8" if self.quantization == "int8" else "none"
-        model = read_model(self.model, dtype=self.dtype, quantization=quantization)
+        model = read_model(self.model, dtype=self.dtype)
         if self.dtype != "auto" or not (self.speed.measure or self.device_memory is None):
             return model
         from kvmosaic.capacity.machine import dtype_here
 
         here = dtype_here(model.dtype)
-        return model if here == model.dtype else read_model(self.model, dtype=here, quantization=quantization)
+        return model if here == model.dtype else read_model(self.model, dtype=here)
 
 
 def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path | None = None) -> None:
@@ -249,9 +247,8 @@ def _table(*headings: str) -> Table:
 def _memory(plan: CapacityPlan) -> Table:
     model, room, demand = plan.model, plan.room, plan.demand
     size = f"{model.num_parameters / 1e9:,.2f} billion" if model.num_parameters >= 1e8 else f"{model.num_parameters:,}"
-    rounded = ", linear layers in int8" if model.quantization == "int8" else ""
     table = _table("", "", "")
-    table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}{rounded}"))
+    table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}"))
     table.add_row("one token", size_text(model.kv_bytes_per_token), Text(_saving(plan)))
     kinds = model.kinds()
     for kind, count, num_bytes in kinds[:_MAX_KINDS]:

@@ -183,7 +183,7 @@ def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) ->
 
 
 def companions_of(llm: LLM, documents: DocumentStore, tenant: str, named: Sequence[str] | None) -> Sequence[str] | None:
-    """Those that a request names, or of the tenant's stored documents; None: those of the settings."""
+    """Companions that a request names, or of the tenant's stored documents; None: those of the settings."""
     if named is not None or llm.chunk_cache_config.companions != STORED:
         return named
     return documents.first_texts(tenant, MAX_COMPANIONS, MAX_STORED_CHARACTERS) or None
