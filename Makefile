@@ -50,11 +50,10 @@ WIDER := $(shell grep -qsw avx512f /proc/cpuinfo && echo avx512)
 BY_KERNEL := tests/attention/test_native.py tests/engine/test_self_check.py tests/parity/test_promises.py \
 	tests/examples/test_examples.py
 BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling \
-	tests/model/test_fuse.py tests/model/test_int8.py tests/model/test_load.py tests/model/test_prepack.py \
+	tests/model/test_fuse.py tests/model/test_load.py tests/model/test_prepack.py \
 	tests/parity/test_conversations.py tests/sampling/test_structured_answers.py \
 	tests/test_llm.py tests/test_tiers.py \
 	tests/cli/test_commands.py::test_check_says_whether_layers_are_packed \
-	tests/cli/test_commands.py::test_check_says_whether_layers_have_eight_bits \
 	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 

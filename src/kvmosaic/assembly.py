@@ -25,7 +25,6 @@ from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
@@ -203,31 +202,28 @@ def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
         raise not_movable(model, config.position_strategy, config.chunk_context)
 
 
-def runs_in_llama(
-    name: str | Path, engine: EngineName, dtype: str, quantization: str, kv_cache_dtype: str = "auto"
-) -> bool:
+def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, kv_cache_dtype: str = "auto") -> bool:
     """Whether llama.cpp is to run a model; `auto` takes it if nothing is asked for that it does not do.
 
     Raises:
-        InvalidConfig: it was asked for, and the model is no GGUF file, or other settings are for transformers; or
-            settings are for llama.cpp, which does not run it.
+        InvalidConfig: it was asked for, and the model is no GGUF file, or the dtype is for transformers; or settings
+            are for llama.cpp, which does not run it.
     """
-    wants_numbers = dtype != "auto" or quantization != "none"
     is_gguf = find_format(name)[0] is FORMATS["gguf"]
     if engine == "llama" and not is_gguf:
         raise InvalidConfig(
             f"engine='llama' runs GGUF files, and {name} is none; give a .gguf file, or take engine='transformers'"
         )
-    if engine == "llama" and wants_numbers:
+    if engine == "llama" and dtype != "auto":
         raise InvalidConfig(
-            f"dtype={dtype!r:.80} and quantization={quantization!r:.80} are for transformers: llama.cpp computes with "
-            "the weights of the file; leave them out, or take engine='transformers'"
+            f"dtype={dtype!r:.80} is for transformers: llama.cpp computes with the weights of the file; leave it out, "
+            "or take engine='transformers'"
         )
     if engine == "llama":
         return True
     from kvmosaic.llama.interface import INSTALL, is_installed
 
-    if is_gguf and engine == "auto" and not wants_numbers and is_installed():
+    if is_gguf and engine == "auto" and dtype == "auto" and is_installed():
         return True
     if kv_cache_dtype != "auto":
         way_out = "leave it out" if not is_gguf or is_installed() else INSTALL
@@ -245,7 +241,6 @@ def open_model(
     kv_cache_dtype: str = "auto",
     dtype: str = "auto",
     device: str = "auto",
-    quantization: Quantization = "none",
     max_positions: int | None = None,
     **options: Any,
 ) -> AnyModel:
@@ -257,7 +252,6 @@ def open_model(
         kv_cache_dtype: for llama.cpp.
         dtype: for transformers.
         device: where weights are to be.
-        quantization: for transformers.
         max_positions: the longest sequence to run.
         options: more of `load_model`, for transformers.
 
@@ -271,7 +265,7 @@ def open_model(
                 "engine='transformers', or merge the adapter into the weights before the file is written"
             )
         engine = "transformers"
-    if runs_in_llama(name, engine, dtype, quantization, kv_cache_dtype):
+    if runs_in_llama(name, engine, dtype, kv_cache_dtype):
         from kvmosaic.llama.model import gpu_layers_of, load_llama
 
         return load_llama(
@@ -285,7 +279,6 @@ def open_model(
         dtype=dtype,
         device=device,
         max_positions=max_positions,
-        quantization=quantization,
         **options,
     )
 

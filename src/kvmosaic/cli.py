@@ -35,7 +35,7 @@ from kvmosaic.console.vllm.commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
-LOADING = "dtype device num_threads prepack quantization engine kv_cache_dtype adapter merge_adapter"
+LOADING = "dtype device num_threads prepack engine kv_cache_dtype adapter merge_adapter"
 LENGTHS = "long_chunks max_section_tokens max_chunk_tokens hash_algorithm companions"
 TIERS = "chunk_tier chunk_codec chunk_compression"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile

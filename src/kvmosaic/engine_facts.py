@@ -20,7 +20,7 @@ class EngineFacts:
     attention: str
     """The attention backend; that of llama.cpp is its own."""
     weights: str
-    """Type of the weights in memory: "bfloat16", "int8", "Q4_K - Medium"."""
+    """Type of the weights in memory: "bfloat16", "Q4_K - Medium"."""
     cache: str
     """Type of cached keys and values."""
     device: str

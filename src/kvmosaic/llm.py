@@ -43,7 +43,6 @@ from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
@@ -88,7 +87,6 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         prepack: Prepack = "auto",
-        quantization: Quantization = "none",
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         engine_config: EngineConfig | None = None,
@@ -114,8 +112,6 @@ class LLM:
             prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
                 decoding; "auto": where the CPU computes in bfloat16; "always" or True; "never" or False. A model that
                 is loaded already stays as it is.
-            quantization: "int8": linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, answers that
-                may differ, and more speed for models from about half a billion parameters on.
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
@@ -169,11 +165,6 @@ class LLM:
                     "adapters are attached when a model is loaded, and this one is loaded already; give its folder, or "
                     "load it with load_model(..., adapters=...)"
                 )
-            if quantization != "none":
-                raise InvalidConfig(
-                    f"quantization is {quantization!r}, but the model is loaded already; give its folder, or load it "
-                    "with load_model(..., quantization=...)"
-                )
             self.model = model
         else:
             self.model = open_model(
@@ -182,7 +173,6 @@ class LLM:
                 kv_cache_dtype=kv_cache_dtype,
                 dtype=dtype,
                 device=device,
-                quantization=quantization,
                 max_positions=self.engine_config.max_model_len,
                 prepack=prepack,
                 trust_remote_code=trust_remote_code,

@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 from kvmosaic.cli import app
 from kvmosaic.console.prompt_source import PromptSource, split_input
 from kvmosaic.errors import InvalidPrompt
-from kvmosaic.model.cpu.int8 import cpu_has_int8
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 
 
@@ -200,9 +199,6 @@ def test_number_of_threads_and_packing_are_options(
     for wrong in ("0", "1025", "many"):
         result = run(command, tiny_model, *asked, "--num-threads", wrong)
         assert result.exit_code == 2 and "--num-threads" in result.stderr
-    result = run(command, tiny_model, *asked, "--quantization", "int8")
-    assert result.exit_code == 2
-    assert "quantization is 'int8': 8-bit layers take and give bfloat16, on a CPU, but this model is" in result.stderr
     result = run(command, tiny_model, *asked, "--prepack", "always")
     assert result.exit_code == 2
     assert "prepack is 'always': bfloat16 layers are packed, on a CPU, but this model is in float32" in result.stderr
@@ -215,14 +211,6 @@ def test_check_says_whether_layers_are_packed() -> None:
         assert " packed linear layers" in always.stdout
     else:
         assert always.exit_code == 2 and "torch has no oneDNN for bfloat16 here; use 'auto'" in always.stderr
-
-
-def test_check_says_whether_layers_have_eight_bits() -> None:
-    result = run("check", "--dtype", "bfloat16", "--quantization", "int8")
-    if cpu_has_int8():
-        assert "8-bit linear layers" in result.stdout and "packed" not in result.stdout
-    else:
-        assert result.exit_code == 2 and "this CPU has no instructions for them" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])

@@ -173,7 +173,7 @@ def test_a_log_takes_the_place_of_asking(reader: LoadedModel, tmp_path, monkeypa
         ("hello\n", "this is no log of a run"),
         ("half", "is no log of a run"),
         ('{"kvmosaic_eval_log": 2, "fingerprint": "x"}\n', "is of format 2"),
-        ('{"kvmosaic_eval_log": 1, "fingerprint": "x"}\n', "of another model, dtype or quantization"),
+        ('{"kvmosaic_eval_log": 1, "fingerprint": "x"}\n', "of another model or dtype"),
         ("[1]\n", "this is no log of a run"),
     ],
 )

@@ -40,7 +40,7 @@ def test_transformers_can_be_chosen() -> None:
         assert isinstance(llm.model, LoadedModel)
     with LLM(reader_file("Q8_0"), dtype="float32") as llm:
         assert isinstance(llm.model, LoadedModel), "auto takes the engine that does what is asked for"
-    with pytest.raises(InvalidConfig, match="are for transformers"):
+    with pytest.raises(InvalidConfig, match="is for transformers"):
         LLM(reader_file("Q8_0"), engine="llama", dtype="float32")
     with pytest.raises(InvalidConfig, match="GGUF"):
         LLM("reader", engine="llama")

@@ -20,7 +20,7 @@ from support.tiny import save_tiny_model
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, SamplingParams
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
+from kvmosaic.errors import ModelNotFound, UnsupportedModel
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 from kvmosaic.model.formats.gguf.file import read_gguf
@@ -140,7 +140,7 @@ def test_auto_takes_sixteen_bits_for_rounded_weights_where_the_cpu_has_them(
 
 
 @pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="torch has no oneDNN for bfloat16 here")
-def test_a_file_can_be_packed_and_rounded_to_eight_bits(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_file_can_be_packed(tiny_folder: Path, tmp_path: Path) -> None:
     path = tiny(tmp_path / "m.gguf", tiny_folder, "Q8_0")
     assert loaded(path, dtype="bfloat16", prepack="always").is_prepacked
 
@@ -357,11 +357,6 @@ def test_code_of_the_hub_is_not_fetched(tmp_path: Path, tiny_folder: Path, monke
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: name)
     said = refusal(tiny(tmp_path / "m.gguf", tiny_folder, architecture="lfm2"))
     assert "download compiled code" in said
-
-
-def test_a_quantization_that_cannot_be_is_said_before_weights_are_read(tiny_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="quantization is 'int8'"):
-        loaded(tiny(tmp_path / "m.gguf", tiny_folder), quantization="int8")
 
 
 @settings(max_examples=examples(150))

@@ -21,7 +21,6 @@ from kvmosaic.cli import app
 from kvmosaic.cpu_instructions import INSTRUCTION_SETS, VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
-from kvmosaic.model.cpu.int8 import cpu_has_int8
 from kvmosaic.model.cpu.row_kernels import RowKernels
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", VARIABLE)
@@ -45,7 +44,6 @@ print(json.dumps({
     "dtype": str(load_model(sys.argv[1], device="cpu").dtype),
     "packed": load_model(sys.argv[1], device="cpu", dtype="bfloat16").is_prepacked,
     "always": refusal(prepack="always"),
-    "int8": refusal(quantization="int8"),
     "native": backend.instruction_set,
     "rows": RowKernels().norm.__name__,
 }))
@@ -74,7 +72,6 @@ def seen(folder: Path, **variables: str) -> Any:
 def test_all_three_variables_make_a_machine_without_bfloat16(folder: Path) -> None:
     found = seen(folder, ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", KVMOSAIC_CPU_ISA="avx2")
     assert found.pop("always").endswith("torch has no oneDNN for bfloat16 here; use 'auto'")
-    assert "this CPU has no instructions for them" in found.pop("int8")
     assert found == {"dtype": "torch.float32", "packed": False, "native": "avx2", "rows": "kvmosaic_norm_avx2"}
 
 
@@ -84,7 +81,6 @@ def test_all_three_variables_make_a_machine_without_bfloat16(folder: Path) -> No
 def test_a_variable_of_torch_alone_is_enough_for_float32(folder: Path, variables: dict[str, str]) -> None:
     found = seen(folder, **variables)
     assert (found["dtype"], found["packed"]) == ("torch.float32", False)
-    assert "this CPU has no instructions for them" in found["int8"]
 
 
 @needs_extension
@@ -100,7 +96,6 @@ def test_our_own_variable_is_read_when_a_model_is_loaded(
     if name != "avx512":
         assert load_model(folder, device="cpu").dtype is torch.float32
         assert not load_model(folder, device="cpu", dtype="bfloat16").is_prepacked
-        assert not cpu_has_int8()
 
 
 @is_x86

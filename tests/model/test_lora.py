@@ -21,7 +21,6 @@ from kvmosaic import LLM, SamplingParams
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt
 from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.cpu.int8 import cpu_has_int8
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 from kvmosaic.model.lora import LoraAdapter, adapter_scope, attach, merge, read_adapter, write_adapter
 from kvmosaic.model.lora.linear import AdaptedRows
@@ -304,20 +303,19 @@ def test_other_families_compute_with_an_adapter_as_with_merged_weights(family: s
 
 
 @pytest.mark.parametrize(
-    ("prepack", "quantization"),
+    "prepack",
     [
-        ("never", "none"),
-        pytest.param("always", "none", marks=pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="no oneDNN")),
-        pytest.param("never", "int8", marks=pytest.mark.skipif(not cpu_has_int8(), reason="no 8-bit instructions")),
+        "never",
+        pytest.param("always", marks=pytest.mark.skipif(not has_onednn_for_bfloat16(), reason="no oneDNN")),
     ],
 )
-def test_packed_and_rounded_layers_take_adapters(tmp_path: Path, prepack: Any, quantization: Any) -> None:
+def test_packed_layers_take_adapters(tmp_path: Path, prepack: Any) -> None:
     """bfloat16: the update is added after the multiplication with weights in whatever form they are."""
     folder = save_tiny_model(tmp_path / "model")
     adapter = random_adapter(load_model(folder, dtype="float32").module, 0, size=1.0)
     (tmp_path / "adapter").mkdir()
     write_adapter(adapter, tmp_path / "adapter", "model")
-    how: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "prepack": prepack}
+    how: dict[str, Any] = {"dtype": "bfloat16", "prepack": prepack}
     beside = LLM(load_model(folder, **how, adapters={"tuned": tmp_path / "adapter"}), profile=False, **small())
     exact = LLM(load_model(folder, dtype="float32", adapters={"a": tmp_path / "adapter"}), profile=False, **small())
     prompt = random_prompt()

@@ -15,7 +15,7 @@ from support.loaded import dense_layout, dense_logits, random_prompt
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
-from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model import load_model
 
 SIDE = 128
@@ -89,18 +89,6 @@ def test_fp8_is_dequantized_and_as_near_as_eight_bits_are(plain_folder: Path, tm
     check_composes(folder)
 
 
-def test_fp8_may_be_rounded_to_integers_once_it_is_plain(plain_folder: Path, tmp_path: Path) -> None:
-    from kvmosaic.model.cpu.int8 import cpu_has_int8
-
-    if not cpu_has_int8():
-        pytest.skip("this CPU has no instructions for 8-bit integers")
-    folder = in_fp8(plain_folder, tmp_path / "fp8")
-    plain, rounded = (
-        load_model(folder, device="cpu", dtype="bfloat16", quantization=kind) for kind in ("none", "int8")
-    )
-    assert plain.fingerprint != rounded.fingerprint
-
-
 @pytest.mark.parametrize("settings", [{"load_in_8bit": True}, {"load_in_4bit": True}])
 @pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
 def test_bitsandbytes_composes(plain_folder: Path, tmp_path: Path, settings: Any) -> None:
@@ -154,12 +142,3 @@ def test_a_missing_package_is_named_with_its_command(
 def test_other_methods_are_refused_with_those_that_load(plain_folder: Path, tmp_path: Path, method: str | None) -> None:
     with pytest.raises(UnsupportedModel, match=rf"quantized by '{method or 'unknown'}'.*compressed-tensors, .*GGUF"):
         load_model(marked(plain_folder, tmp_path, quant_method=method), device="cpu")
-
-
-def test_quantized_weights_are_not_quantized_again(
-    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvmosaic.model.quantized.find_spec", lambda name: name)
-    folder = marked(plain_folder, tmp_path, quant_method="torchao")
-    with pytest.raises(InvalidConfig, match="quantized already, by 'torchao'"):
-        load_model(folder, device="cpu", dtype="bfloat16", quantization="int8")

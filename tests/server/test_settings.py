@@ -84,7 +84,6 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
         ({"drain_seconds": "nan"}, "--drain-seconds is 'nan'; it must be"),
         ({"dtype": "int8"}, "--dtype is 'int8'; it must be 'auto'"),
         ({"prepack": "yes"}, "--prepack is 'yes'; it must be 'auto', 'always' or 'never'"),
-        ({"quantization": "int4"}, "--quantization is 'int4'; it must be 'none' or 'int8'"),
         ({"chunk_cache_size": "much"}, "--chunk-cache-size is 'much'; 'much' is not a size; write"),
         ({"chunk_separator": " "}, "--chunk-separator is ' ';"),
         ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile and --ssl-certfile belong together"),

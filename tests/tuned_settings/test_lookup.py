@@ -153,7 +153,7 @@ def test_the_profile_of_another_model_is_passed_over_with_a_warning(
 ) -> None:
     llm = opened(folder, dtype="float64")
     assert settings_of(llm) == DEFAULTS and llm.profile is None
-    assert "was made for another model, dtype or quantization (tiny, " in caplog.text and "tune again" in caplog.text
+    assert "was made for another model or dtype (tiny, " in caplog.text and "tune again" in caplog.text
     with pytest.raises(InvalidProfile, match="another model"):
         opened(folder, profile=profile, dtype="float64")
 

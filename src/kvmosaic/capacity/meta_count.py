@@ -7,11 +7,10 @@ family does with its heads is counted right, and there is no list of families.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvmosaic.capacity.model_facts import ModelFacts
@@ -28,8 +27,6 @@ _WINDOWS: dict[str, tuple[MaskKind, str]] = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunked", "attention_chunk_size"),
 }
-_SCALE_BYTES = 12
-"""Per row of a layer in 8 bits: a scale and a zero."""
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _LONGEST = 2**27
 _LOOKS_AT_TOKENS = "warn_if_padding_and_no_attention_mask"
@@ -51,7 +48,7 @@ def build_without_memory(config: Any, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none", note: str = "") -> ModelFacts:
+def count(module: Any, name: str, note: str = "") -> ModelFacts:
     """Counts a causal language model on the meta device. The model is unusable afterwards.
 
     Raises:
@@ -62,8 +59,6 @@ def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none"
     embedding: Tensor = module.get_input_embeddings().weight
     parameters = list(module.parameters())  # shared ones once
     weight_bytes = sum(each.nbytes for each in (*parameters, *module.buffers()))
-    if quantization == "int8":
-        weight_bytes -= _saved_by_int8(module, embedding)
     return ModelFacts(
         name=name,
         dtype=str(embedding.dtype).removeprefix("torch."),
@@ -72,7 +67,6 @@ def count(module: Any, name: str, quantization: Literal["none", "int8"] = "none"
         weight_bytes=weight_bytes,
         max_positions=_position_limit(module.config.get_text_config()),
         layers=layers,
-        quantization=quantization,
         note=note,
     )
 
@@ -152,26 +146,6 @@ def _identity(call: AttentionCall) -> tuple[object, ...]:
     """Equal for two layers that are given the same keys and values."""
     parts = (call.key, call.value)
     return tuple((part.untyped_storage()._cdata, part.storage_offset(), tuple(part.shape)) for part in parts)
-
-
-def _saved_by_int8(module: Any, embedding: Tensor) -> int:
-    """Returns the bytes saved by rounding linear layers to 8 bits; negative for a head that shares the embedding."""
-    return sum(_saved(linear, is_copy=linear.weight is embedding) for linear in _linears(module))
-
-
-def _saved(linear: nn.Linear, *, is_copy: bool) -> int:
-    rounded = linear.weight.numel() + _SCALE_BYTES * linear.out_features
-    return -rounded if is_copy else linear.weight.nbytes - rounded
-
-
-def _linears(module: Any) -> Iterator[nn.Linear]:
-    """Linear layers that `quantization="int8"` rounds, each once."""
-    latent = {id(part.kv_b_proj) for part in module.modules() if can_keep_latent(part)}
-    seen: set[int] = set()
-    for part in module.modules():
-        if type(part) is nn.Linear and id(part) not in latent and id(part.weight) not in seen:
-            seen.add(id(part.weight))
-            yield part
 
 
 def _as_it_came(given: Tensor, *_: object, **__: object) -> Tensor:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.layers.geometry import LayerShape
@@ -19,7 +19,7 @@ class ModelFacts:
 
     name: str
     dtype: str
-    """Of keys and values, and of weights that are not rounded to 8 bits."""
+    """Of keys and values, and of weights."""
     element_bytes: float
     """Of one number of a key or value."""
     num_parameters: int
@@ -27,7 +27,6 @@ class ModelFacts:
     """All weights, shared ones once."""
     max_positions: int | None
     layers: tuple[LayerShape, ...]
-    quantization: Literal["none", "int8"] = "none"
     note: str = ""
     """What the reader of a plan should know about these numbers; empty if there is nothing."""
 
@@ -93,9 +92,7 @@ _MAX_LAYERS = 1_024
 """Of whatever a family calls them: `num_hidden_layers`, `n_layer`, `decoder_layers`; each is built."""
 
 
-def read_model(
-    name_or_path: str | Path, *, dtype: str = "auto", quantization: Literal["none", "int8"] = "none"
-) -> ModelFacts:
+def read_model(name_or_path: str | Path, *, dtype: str = "auto") -> ModelFacts:
     """Counts weights, keys and values of a model from its configuration; no weights are read.
 
     Args:
@@ -103,7 +100,6 @@ def read_model(
             family of transformers such as "llama" (with the sizes that transformers gives it), or a name on the Hugging
             Face hub.
         dtype: of weights, keys and values; "auto": what the configuration says, or bfloat16.
-        quantization: "int8": linear layers in 8-bit integers, as the engine does on a CPU.
 
     Raises:
         ModelNotFound: nothing of that name.
@@ -112,8 +108,6 @@ def read_model(
     """
     if dtype != "auto" and dtype not in _DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; choose 'auto', " + ", ".join(repr(name) for name in _DTYPES))
-    if quantization not in ("none", "int8"):
-        raise InvalidConfig(f"quantization is {quantization!r}; choose 'none' or 'int8'")
     import torch
 
     from kvmosaic.capacity.meta_count import build_without_memory, count
@@ -127,9 +121,7 @@ def read_model(
     if getattr(config, "quantization_config", None):
         notes.append("the checkpoint is quantized: weights are counted as they are without that; see --weights")
     chosen = getattr(torch, dtype if dtype != "auto" else stored or "bfloat16")
-    if quantization == "int8" and chosen is not torch.bfloat16:
-        raise InvalidConfig(f"quantization is 'int8', which takes and gives bfloat16, but dtype is {chosen}")
-    return count(build_without_memory(config, chosen), name, quantization, "; ".join(notes))
+    return count(build_without_memory(config, chosen), name, "; ".join(notes))
 
 
 def _configuration(text: str) -> tuple[Any, str, str]:

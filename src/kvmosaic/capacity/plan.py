@@ -156,7 +156,6 @@ class CapacityPlan:
         model = {
             "name": self.model.name,
             "dtype": self.model.dtype,
-            "quantization": self.model.quantization,
             "num_parameters": self.model.num_parameters,
             "weight_bytes": self.room.weight_bytes,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,

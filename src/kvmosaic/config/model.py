@@ -28,11 +28,6 @@ class ModelConfig:
         help="Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about "
         "twice as fast; auto: on CPUs that compute in bfloat16.",
     )
-    quantization: Literal["none", "int8"] = _model(
-        "none",
-        help="int8: linear layers in 8-bit integers, for bfloat16 on a CPU: half the memory, and answers that may "
-        "differ.",
-    )
     engine: Literal["auto", "transformers", "llama"] = _model(
         "auto",
         help="What computes: transformers, which dequantizes GGUF files, or llama.cpp (llama), which runs them as they "

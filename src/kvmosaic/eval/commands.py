@@ -53,7 +53,7 @@ TASKS_HELP = (
     "with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
-_LOADING = "dtype device num_threads quantization engine kv_cache_dtype"
+_LOADING = "dtype device num_threads engine kv_cache_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,6 @@ def eval_model(opening: ModelOptions, capacity: str) -> EvalModel:
         config.model.dtype,
         config.model.device,
         config.engine.num_threads,
-        config.model.quantization,
         capacity,
         config.model.engine,
         config.model.kv_cache_dtype,

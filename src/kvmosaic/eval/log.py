@@ -103,7 +103,7 @@ class RunLog:
             raise InvalidConfig(f"the log {self.path} is of format {content[_FORMAT_FIELD]!r:.20}; begin another")
         if content["fingerprint"] != fingerprint:
             raise InvalidConfig(
-                f"the log {self.path} is of another model, dtype or quantization ({content['fingerprint']:.12}; this "
+                f"the log {self.path} is of another model or dtype ({content['fingerprint']:.12}; this "
                 f"one is {fingerprint:.12}); begin another"
             )
 

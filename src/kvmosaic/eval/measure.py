@@ -27,7 +27,6 @@ from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.variants import Variant
-from kvmosaic.model.cpu.int8 import Quantization
 from kvmosaic.model.quiet import quiet_libraries
 
 _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
@@ -110,7 +109,6 @@ class EvalModel:
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int | None = None
-    quantization: Quantization = "none"
     capacity: str = "1GiB"
     """Memory for chunks, and as much again for questions and answers, for each chunk context."""
     engine: EngineName = "auto"
@@ -140,7 +138,6 @@ class EvalModel:
             kv_cache_dtype=self.kv_cache_dtype,
             dtype=self.dtype,
             device=self.device,
-            quantization=self.quantization,
             adapters=adapter_folders(self.adapter),
         )
 

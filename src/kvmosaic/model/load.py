@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 
 from kvmosaic.errors import InvalidAdapter, InvalidConfig
-from kvmosaic.model.cpu.int8 import Quantization, quantize
 from kvmosaic.model.cpu.prepack import Prepack, let_file_go
 from kvmosaic.model.formats import LoadRequest, find_format
 from kvmosaic.model.loaded import LoadedModel
@@ -25,7 +24,6 @@ def load_model(
     device: str = "auto",
     max_positions: int | None = None,
     prepack: Prepack = "auto",
-    quantization: Quantization = "none",
     revision: str | None = None,
     trust_remote_code: bool = False,
     local_files_only: bool = False,
@@ -45,8 +43,6 @@ def load_model(
             about twice as fast, and fuse the small operations between them if a trial showed no difference.
             "auto": for bfloat16 on a CPU that computes in it; "always" or True: for any bfloat16 on a CPU; "never" or
             False.
-        quantization: "int8": linear layers in 8-bit integers, for bfloat16 on a CPU. Half the memory, and less exact;
-            small operations are fused whatever `prepack` says.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the checkpoint. Off: such a model is refused.
         local_files_only: never access the hub, use only what was downloaded before.
@@ -59,8 +55,8 @@ def load_model(
         ModelNotFound: no such folder, file or name, no safetensors weights in it, or the hub cannot be reached.
         UnsupportedModel: transformers does not know the model, its attention cannot be reached, a GGUF file is damaged,
             or the package is missing that reads its weights.
-        InvalidConfig: an unknown dtype or device, `max_positions` out of range, `prepack` or `quantization` where
-            it is not supported.
+        InvalidConfig: an unknown dtype or device, `max_positions` out of range, or `prepack` where it is not
+            supported.
     """
     place = _device(device)
     read_adapters = {name: read_adapter(folder) for name, folder in adapters.items()}
@@ -68,8 +64,7 @@ def load_model(
         raise InvalidAdapter(f"{len(adapters)} adapters cannot be merged into the weights; give one")
     model_format, source = find_format(name_or_path)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    read = model_format.read(LoadRequest(source, dtype, place, quantization, options))
-    is_int8 = quantization == "int8"
+    read = model_format.read(LoadRequest(source, dtype, place, options))
     merged = next(iter(read_adapters.values())) if merge_adapter else None
     if merged is not None:
         merge(read.module, merged)
@@ -78,15 +73,13 @@ def load_model(
         read.module.to(place),
         read.tokenizer,
         max_positions=max_positions,
-        prepack="never" if is_int8 else prepack,
+        prepack=prepack,
         adapters=read_adapters,
     )
     identity = read.fingerprint(loaded.fingerprint)
     if merged is not None:  # the fingerprint samples weights; the adapter's content counts as a whole
         identity = hashlib.sha256(f"{identity} {merged.digest}".encode()).hexdigest()
     loaded = replace(loaded, weights_note=read.note, fingerprint=identity)
-    if is_int8:
-        loaded = quantize(loaded)
     let_file_go(loaded.module)
     return loaded
 

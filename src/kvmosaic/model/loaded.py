@@ -225,16 +225,13 @@ class LoadedModel:
     @property
     def weights_text(self) -> str:
         """Type and place of its weights: "in bfloat16 on cpu, packed linear layers"."""
-        is_rounded = self.weight_type == "int8"
-        packed = ", 8-bit linear layers" if is_rounded else ", packed linear layers" if self.is_prepacked else ""
+        packed = ", packed linear layers" if self.is_prepacked else ""
         return f"in {self.cache_type} on {self.device}{packed}"
 
     @property
     def weight_type(self) -> str:
-        """Of its linear layers: "bfloat16", "int8"."""
-        from kvmosaic.model.cpu.int8 import Int8Linear
-
-        return "int8" if any(isinstance(part, Int8Linear) for part in self.module.modules()) else self.cache_type
+        """Of its linear layers: "bfloat16"."""
+        return self.cache_type
 
     @property
     def cache_type(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     import torch
@@ -44,20 +44,18 @@ def quantization_settings(config: Any) -> dict[str, Any]:
     return {}
 
 
-def prepare_quantized(source: str, config: Any, wanted: str) -> str:
+def prepare_quantized(source: str, config: Any) -> str:
     """Refuses a quantized checkpoint that cannot be loaded, and requests plain weights where there is a choice.
 
     Args:
         source: name of the checkpoint for messages.
         config: its configuration; changed.
-        wanted: the quantization requested in addition.
 
     Returns:
         The method of the checkpoint, or an empty text.
 
     Raises:
         UnsupportedModel: its method is not known here, or its package is not installed.
-        InvalidConfig: it is quantized, and further quantization is requested.
     """
     method = quantization_method(config)
     if not method:
@@ -79,11 +77,6 @@ def prepare_quantized(source: str, config: Any, wanted: str) -> str:
         for each in (config, config.get_text_config()):
             if getattr(each, "quantization_config", None):
                 each.quantization_config = {**quantization_settings(config), "dequantize": True}
-    elif wanted != "none":
-        raise InvalidConfig(
-            f"quantization is {wanted!r}, but the weights of {source!r} are quantized already, by {method!r}; "
-            "leave out one of the two"
-        )
     return method
 
 

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,11 +22,11 @@ from kvmosaic.server.model_loader import close_places, load_in_thread, open_plac
 from kvmosaic.server.process.heap import trimmed_heap
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for
 from kvmosaic.server.process.logs import set_up_logs
-from kvmosaic.server.process.watchdog import Watchdog
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.keys import is_open_to_all
 from kvmosaic.tiers import Tier, TierStat
+from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 if TYPE_CHECKING:
     from kvmosaic.documents import DocumentStore
@@ -36,7 +39,10 @@ SWITCH_SECONDS = 0.0005
 _BYTES_PER_TOKEN = 4
 """What a token of text takes, about: for the estimate at the start."""
 GRACE_SECONDS = 10.0
-"""Seconds after draining and closing until a process whose event loop is stuck is killed."""
+"""Seconds after draining, writing to the tiers and reading replies until a process that still runs is ended."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RELOAD_SIGNAL = getattr(signal, "SIGHUP", None)
+"""None where the system has no such signal."""
 
 
 def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_settings) -> None:
@@ -59,9 +65,9 @@ def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_s
     settings.access_keys()  # reports a bad keys file before anything is loaded
     _check_documents(settings)
     tiers = open_places(settings)
-    with Watchdog(settings.drain_seconds + CLOSING_SECONDS + GRACE_SECONDS) as watchdog:
+    with _Signals(settings.drain_seconds + PUT_SECONDS + CLOSING_SECONDS + GRACE_SECONDS) as signals:
         try:
-            has_ended = asyncio.run(_Launch(settings, read, tiers, watchdog).run())
+            has_ended = asyncio.run(_Launch(settings, read, tiers, signals).run())
         finally:
             close_places(tiers)  # once more, if all went well
     if not has_ended:
@@ -87,6 +93,72 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+class _Signals:
+    """Calls back on the event loop on a signal to stop or to reload, and ends the process if stopping takes too long.
+
+    Python calls these handlers between two instructions of the main thread, so a second signal and the deadline end a
+    process whose event loop hangs, too; a callback of the event loop would wait for it. The thread of the deadline runs
+    from the start: a handler that starts a thread may interrupt the start of another one.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` count from the first signal to the end of the process."""
+        self._seconds = seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told_to_stop, self._has_ended = threading.Event(), threading.Event()
+        self._deadline = threading.Thread(target=self._wait, name="kvmosaic-deadline", daemon=True)
+
+    def __enter__(self) -> _Signals:
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        if RELOAD_SIGNAL is not None and signal.getsignal(RELOAD_SIGNAL) is not signal.SIG_IGN:  # as with nohup
+            self._before[RELOAD_SIGNAL] = signal.signal(RELOAD_SIGNAL, self._handle)
+        self._deadline.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._has_ended.set()
+        self._told_to_stop.set()
+        self._deadline.join()
+
+    def listen(self, stop: Callable[[], None], reload: Callable[[], None]) -> None:
+        """Calls `stop` on the running event loop at the first stop signal, and `reload` at every SIGHUP."""
+        self._on_stop, self._on_reload = stop, reload
+        self._loop = asyncio.get_running_loop()
+        if self._told_to_stop.is_set():
+            stop()
+
+    def ignore(self) -> None:
+        """Reverts `listen`."""
+        self._loop = None
+
+    def stop(self, number: int) -> None:
+        """Does what a stop signal does: the second one ends the process at once."""
+        if self._told_to_stop.is_set():
+            os._exit(128 + number)
+        self._told_to_stop.set()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_stop)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number != RELOAD_SIGNAL:
+            self.stop(number)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._on_reload)
+
+    def _wait(self) -> None:
+        self._told_to_stop.wait()
+        if self._has_ended.wait(self._seconds):
+            return
+        with contextlib.suppress(OSError):  # neither a lock nor a full pipe may keep the process from ending
+            if select.select((), (2,), (), 0.0)[1]:
+                os.write(2, f"killed: it did not stop within {self._seconds:g} s\n".encode())
+        os._exit(1)
+
+
 class _Launch:
     """Lifecycle of the server process.
 
@@ -94,14 +166,14 @@ class _Launch:
     """
 
     def __init__(
-        self, settings: ServerSettings, read: Callable[[], ServerSettings], tiers: Sequence[Tier], watchdog: Watchdog
+        self, settings: ServerSettings, read: Callable[[], ServerSettings], tiers: Sequence[Tier], signals: _Signals
     ) -> None:
         self._settings = settings
         self._read = read
         self._has_terminal = _has_terminal()
         self._services: Services | None = None
         self._reloading: asyncio.Task[None] | None = None
-        self._watchdog = watchdog
+        self._signals = signals
         self._tiers = tiers
         self._writes_json = settings.log_format == "json"
         self._notices = Console(stderr=True, quiet=self._writes_json)
@@ -114,7 +186,7 @@ class _Launch:
         place = listen(self._settings)
         address = address_of(self._settings, place)
         set_up_logs(self._settings.uvicorn_log_level, self._settings.log_format)
-        self._watchdog.listen(self._stop, self._reload)
+        self._signals.listen(self._told_to_stop.set, self._reload)
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
             self._say(f"listening  {address}")
@@ -135,16 +207,11 @@ class _Launch:
         finally:
             self._listener.should_exit = True
             await serving
-            self._watchdog.ignore()
-
-    def _stop(self, number: int) -> None:
-        if self._told_to_stop.is_set():
-            os._exit(128 + number)
-        self._told_to_stop.set()
+            self._signals.ignore()
 
     def _reload(self) -> None:
         if self._has_terminal and not _has_terminal():  # it was closed, and the server ends with it
-            self._stop(signal.SIGHUP)
+            self._signals.stop(signal.SIGHUP)
         elif self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._reload_settings(), name="reload")
 

@@ -127,7 +127,7 @@ class FoundProfile:
             return self._ignored(config, self.trouble)
         if self.profile.fingerprint != fingerprint:
             why = (
-                f"{self.path} was made for another model, dtype or quantization ({self.profile.model}, "
+                f"{self.path} was made for another model or dtype ({self.profile.model}, "
                 f"{self.profile.fingerprint[:12]}; this one is {fingerprint[:12]}); tune again"
             )
             return self._refused(config, why)

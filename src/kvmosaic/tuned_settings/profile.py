@@ -192,7 +192,7 @@ class Profile:
     model: str
     """Name of the model when it was measured."""
     fingerprint: str
-    """Fingerprint of the model: it differs for another checkpoint, dtype or quantization."""
+    """Fingerprint of the model: it differs for another checkpoint or dtype."""
     position_strategy: str
     chunk_context: ChunkContext
     repair: str

@@ -67,7 +67,6 @@ class DeviceOptions:
         str | None,
         device_option(metavar="SIZE", help="What the weights take, if you know better."),
     ] = None
-    quantization: Annotated[Literal["none", "int8"], option("quantization", panel=PANEL)] = "none"
     chunk_tier: Annotated[list[str] | None, option("chunk_tier", panel=PANEL)] = None
     chunk_codec: Annotated[Codec, option("chunk_codec", panel=PANEL)] = "none"
     plot: Annotated[
@@ -102,7 +101,6 @@ class DeviceOptions:
         return CapacityRequest(
             self.config or opening.model,
             opening.values["dtype"],
-            self.quantization,
             self.device_memory,
             demand,
             self.block_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +31,6 @@ class CapacityRequest:
 
     model: str
     dtype: str
-    quantization: str
     device_memory: str | None
     """None: this machine."""
     demand: Demand
@@ -78,7 +77,7 @@ class CapacityRequest:
         """
         from kvmosaic.assembly import runs_in_llama
 
-        if not runs_in_llama(self.model, self.engine, self.dtype, self.quantization, self.kv_cache_dtype):
+        if not runs_in_llama(self.model, self.engine, self.dtype, self.kv_cache_dtype):
             return None
         if self.codec != "none":
             raise InvalidConfig(
@@ -94,14 +93,13 @@ class CapacityRequest:
 
     def _model(self) -> ModelFacts:
         """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
-        quantization: Literal["none", "int8"] = "int8" if self.quantization == "int8" else "none"
-        model = read_model(self.model, dtype=self.dtype, quantization=quantization)
+        model = read_model(self.model, dtype=self.dtype)
         if self.dtype != "auto" or self.device_memory is not None:
             return model
         from kvmosaic.capacity.machine import dtype_here
 
         here = dtype_here(model.dtype)
-        return model if here == model.dtype else read_model(self.model, dtype=here, quantization=quantization)
+        return model if here == model.dtype else read_model(self.model, dtype=here)
 
 
 def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path | None = None) -> None:
@@ -141,9 +139,8 @@ def _table(*headings: str) -> Table:
 def _memory(plan: CapacityPlan) -> Table:
     model, room, demand = plan.model, plan.room, plan.demand
     size = f"{model.num_parameters / 1e9:,.2f} billion" if model.num_parameters >= 1e8 else f"{model.num_parameters:,}"
-    rounded = ", linear layers in int8" if model.quantization == "int8" else ""
     table = _table("", "", "")
-    table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}{rounded}"))
+    table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}"))
     table.add_row("one token", size_text(model.kv_bytes_per_token), Text(_saving(plan)))
     kinds = model.kinds()
     for kind, count, num_bytes in kinds[:_MAX_KINDS]:

@@ -1,1 +1,1 @@
-"""Faster forms of a model's modules on CPUs: packed and 8-bit linear layers, fused operations."""
+"""Faster forms of a model's modules on CPUs: packed linear layers, fused operations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ class PackedLinear(nn.Module):
     The weight exists in packed form only. `weight` returns a plain copy, made anew every time, and a state dict holds
     such copies: the model can still be saved.
     """
-
-    bytes_per_weight: ClassVar[int] = 2
 
     def __init__(self, linear: nn.Linear, *, is_copy: bool = False) -> None:
         """Packs the weight of `linear`; with `is_copy`, the embedding keeps the same weight in plain form."""
@@ -55,7 +53,7 @@ class PackedLinear(nn.Module):
     @property
     def packed_bytes(self) -> int:
         """Memory of the packed weight."""
-        return self.in_features * self.out_features * self.bytes_per_weight
+        return 2 * self.in_features * self.out_features
 
     def extra_repr(self) -> str:
         """Sizes, as in the text of an `nn.Linear`."""
@@ -87,7 +85,7 @@ def prepack_linears(model: Any, wanted: Prepack) -> int:
         return 0
     if wanted in (False, "never") or (wanted == "auto" and not cpu_has_bfloat16()):
         return 0
-    places = places_of(model, embedding)
+    places = _places_of(model, embedding)
     for shared in places:
         linear = getattr(*shared[0])
         packed = PackedLinear(linear, is_copy=linear.weight is embedding)
@@ -104,8 +102,7 @@ def let_file_go(model: nn.Module) -> None:
     """
     packed = [part for part in model.modules() if isinstance(part, PackedLinear)]
     plain = [*model.parameters(), *model.buffers()]
-    packed_bytes = sum(2 * part.in_features * part.out_features for part in packed)
-    if sum(tensor.nbytes for tensor in plain) < packed_bytes:
+    if sum(tensor.nbytes for tensor in plain) < sum(part.packed_bytes for part in packed):
         for tensor in plain:
             tensor.data = tensor.data.clone()
 
@@ -121,10 +118,10 @@ def weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX) and torch, oneDNN and we may use it."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, bool)()) for name in checks) and may_use_avx512()
+    return any(bool(getattr(torch.cpu, name, bool)()) for name in checks) and _may_use_avx512()
 
 
-def may_use_avx512() -> bool:
+def _may_use_avx512() -> bool:
     """Whether none of ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and KVMOSAIC_CPU_ISA restricts the process to less."""
     by_torch = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return by_torch and has_onednn_for_bfloat16() and "avx512" in allowed_instruction_sets()
@@ -152,7 +149,7 @@ def _why_not(embedding: Tensor) -> str:
     return ""
 
 
-def places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module, str]]]:
+def _places_of(model: nn.Module, embedding: Tensor) -> list[list[tuple[nn.Module, str]]]:
     """Locations of the layers to pack: (parent, name) of each, several for a layer that occurs several times.
 
     The layers themselves are not referenced, so that each is freed as soon as it is replaced.

@@ -41,7 +41,6 @@ class Checkpoint(ModelFormat):
         """Loads safetensors weights; quantized ones as they are, or converted, as their method allows."""
         from transformers import AutoConfig
 
-        from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.quantized import is_packed, make_plain, prepare_quantized, quantized_text
         from kvmosaic.model.transformers_loading import build_module, chosen_dtype, fetch, stored_dtype
         from kvmosaic.model.unsupported import check_config
@@ -52,9 +51,8 @@ class Checkpoint(ModelFormat):
             options |= hub_options(source, options.get("revision"))
         config = fetch(source, lambda: AutoConfig.from_pretrained(source, **options))
         check_config(config)
-        method = prepare_quantized(source, config, request.quantization)
+        method = prepare_quantized(source, config)
         chosen = chosen_dtype(request.dtype, stored_dtype(config), request.device)
-        check_quantization(request.quantization, request.device, chosen)
         module = build_module(source, source, config, chosen, {"use_safetensors": True, **options})
         if method and not is_packed(module.config):
             make_plain(module, chosen)

@@ -20,7 +20,6 @@ class LoadRequest:
     """What `ModelFormat.find` returned."""
     dtype: str | torch.dtype
     device: torch.device
-    quantization: str
     options: Mapping[str, Any]
     """Arguments of transformers' loaders: `revision`, `trust_remote_code`, `local_files_only`."""
 

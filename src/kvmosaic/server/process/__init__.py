@@ -1,1 +1,1 @@
-"""Process of the server: its listening socket, logs, heap, and the watchdog that ends it in time."""
+"""Process of the server: its listening socket, logs and heap."""

@@ -35,7 +35,6 @@ class GGUF(ModelFormat):
 
     def read(self, request: LoadRequest) -> ReadModel:
         """Dequantizes the weights."""
-        from kvmosaic.model.cpu.int8 import check_quantization
         from kvmosaic.model.formats.gguf import weights
         from kvmosaic.model.formats.gguf.file import check_gguf, read_gguf
         from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer, warn_of_split
@@ -46,7 +45,6 @@ class GGUF(ModelFormat):
         shown = str(file.path)
         check_gguf(file)
         chosen = chosen_dtype(request.dtype, weights.stored_dtype(file), request.device)
-        check_quantization(request.quantization, request.device, chosen)
         note = weights.dequantized_text(file, chosen)
         logger.info("%s", note)
         with ExitStack() as stack:
