@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from kvmosaic.server.process.listener import CLOSING_SECONDS
 from kvmosaic.server.read import read_settings
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
+from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -78,7 +80,7 @@ def test_settings_file_is_mounted_where_the_server_reads_it_and_it_can() -> None
 
 def test_the_server_has_time_to_drain_before_it_is_killed() -> None:
     grace = int(SERVICES["kvmosaic"]["stop_grace_period"].removesuffix("s"))
-    assert grace > ServerSettings.model_fields["drain_seconds"].default
+    assert grace > ServerSettings.model_fields["drain_seconds"].default + PUT_SECONDS + CLOSING_SECONDS
 
 
 def test_prometheus_asks_the_server_where_it_listens_and_finds_the_alerts() -> None:

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from kvmosaic.server.middleware.authentication import OPEN_PATHS
+from kvmosaic.server.process.listener import CLOSING_SECONDS
 from kvmosaic.server.read import read_settings
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 from kvmosaic.tiers import parse_tier_url
+from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUSTOMIZE = DEPLOY / "kubernetes"
@@ -113,7 +115,7 @@ def test_settings_are_those_of_the_server() -> None:
 
 def test_the_server_has_time_to_drain_before_it_is_killed() -> None:
     grace = stateful()["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= ServerSettings.model_fields["drain_seconds"].default + 20
+    assert grace > ServerSettings.model_fields["drain_seconds"].default + PUT_SECONDS + CLOSING_SECONDS
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
