@@ -13,6 +13,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
 from kvmosaic.eval.text.documents import Recipe, TextSource
+from kvmosaic.layout import alike_companions, alike_pair
 
 NAMES = tuple(TASKS)
 
@@ -77,6 +78,24 @@ def test_records_are_short_or_long() -> None:
     for name, low, high in (("similar", 25, 160), ("similar-long", 100, 360)):
         for case in task(name).cases(0, 30):
             assert all(low <= len(tokenizer(each.plain_text).input_ids) <= high for each in case.documents)
+
+
+def test_records_are_seen_to_be_alike_and_the_bundled_documents_are_not() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_reader(), local_files_only=True)
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+    for name in (name for name in NAMES if name.startswith("similar")):
+        for case in task(name).cases(0, 5):
+            documents = [ids(document.text) for document in case.documents]
+            assert alike_pair(documents) is not None
+            assert len(list(alike_companions(documents, map(ids, case.companions)))) == 3
+    texts = [path.read_text() for path in sorted((bundled_reader().parent / "documents").glob("*.txt"))]
+    documents = [ids(text) for text in texts]
+    assert alike_pair(documents) is None and not list(alike_companions(documents[:3], documents[3:]))
+    assert alike_pair([documents[0], documents[0]]) is None, "the same text twice cannot be mixed up"
+    assert alike_pair([]) is None and alike_pair([(), (1,), (1, 2)]) is None
 
 
 def test_second_document_of_two_hops_does_not_name_what_is_asked() -> None:
