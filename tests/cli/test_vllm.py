@@ -108,6 +108,13 @@ def test_how_documents_are_read_is_a_variable_of_every_process() -> None:
         serving(["m"], {"document_reads": "zero-copy"})
 
 
+@pytest.mark.parametrize("own", [[], ["--enforce-eager"], ["-O2"], ["-cc.mode=3"], ["--compilation_config", "{}"]])
+def test_documents_read_in_place_need_piecewise_graphs_unless_graphs_are_chosen(own: list[str]) -> None:
+    added = serving(["m", *own], {"document_reads": "in-place"}).arguments
+    assert ('{"cudagraph_mode": "PIECEWISE"}' in added) == (not own)
+    assert "PIECEWISE" not in str(serving(["m", *own], {"document_reads": "copy"}).arguments)
+
+
 @pytest.mark.parametrize(
     ("size", "blocks"),
     [

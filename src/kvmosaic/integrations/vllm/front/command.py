@@ -64,7 +64,7 @@ def serving(
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
-    document_reads({**os.environ, **variables})
+    reads = document_reads({**os.environ, **variables})
     document_cache({}, {**os.environ, **variables})
     is_composing_required({}, {**os.environ, **variables})
     if not arguments:
@@ -102,6 +102,8 @@ def serving(
         added += ["--middleware", MIDDLEWARE]
     if not _has(arguments, "--enable-prefix-caching"):
         added.append("--enable-prefix-caching")
+    if reads == "in-place" and not any(map(_chooses_graphs, arguments)):
+        added += ["--compilation-config", json.dumps({"cudagraph_mode": "PIECEWISE"})]
     return Launch(("serve", *arguments, *added), variables)
 
 
@@ -140,6 +142,11 @@ def _has(arguments: Sequence[str], option: str) -> bool:
     """Whether an option is present, as vLLM parses it: with - or _, with = or a separate value."""
     names = (argument.partition("=")[0].partition(".")[0].replace("_", "-") for argument in arguments)
     return option in names
+
+
+def _chooses_graphs(argument: str) -> bool:
+    """Whether an option decides on CUDA graphs; with full ones, which are vLLM's default, documents would be copied."""
+    return argument.startswith(("-O", "-cc")) or _has([argument], "--compilation-config") or "eager" in argument
 
 
 def _names(arguments: Sequence[str], option: str, word: str) -> bool:
