@@ -2,16 +2,16 @@
 
     PYTHONPATH=. python benchmarks/codec.py [--questions 1000] [--rounds 5]
 
-Questions about held-out names (`training/text.py`), 3 to 6 documents each, go to the bundled reader through `LLM`. Its
-documents are warmed; their chunks are read from the pool, encoded, decoded, written back; then the questions are asked,
-all of them for every codec. An answer counts if it is exactly the right one.
+Questions about held-out names (`kvmosaic.eval.text`), 3 to 6 documents each, go to the bundled reader through `LLM`.
+Its documents are warmed; their chunks are read from the pool, encoded, decoded, written back; then the questions are
+asked, all of them for every codec. An answer counts if it is exactly the right one.
 
 - Bytes and times: the chunks of the reader, all entries joined to chunks of 512 tokens, checksum included, one thread,
   CPU time, medians; MB are of the bfloat16 tensors, whatever is stored.
 - Errors: the largest by the largest number, the mean by the mean size; of keys, of values, and of attention over one
   chunk, whose 64 queries per head are mixtures of two of its keys, in float32.
 
-Writes results/codec.json, codec.md and, with matplotlib, codec.png.
+Writes results/codec.json and codec.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -29,19 +29,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from facts import RESULTS, save
 from torch import Tensor
-from training.text import Example, Recipe, TextSource
 
 from kvmosaic import LLM, SamplingParams
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key, encode_tokens
 from kvmosaic.entries import CodecName, EntryExpectation, EntryHeader, decode_entry, encode_entry
+from kvmosaic.eval.text.documents import Example, Recipe, TextSource
 from kvmosaic.layers import geometry_of
 from kvmosaic.memory import ChunkTensors
 from training.measure import Score
 
-VARIANTS: list[tuple[CodecName, str]] = [
-    (codec, compression) for codec in ("none", "fp8", "int8", "int4") for compression in ("none", "zstd")
-]
+CODECS: tuple[CodecName, ...] = ("none", "int8")
 TOKENS = 512
 
 
@@ -55,18 +53,16 @@ class Speed:
     decode_mb_s: float
 
 
-def header_of(llm: LLM, chunk: Chunk, codec: str, compression: str) -> EntryHeader:
+def header_of(llm: LLM, chunk: Chunk, codec: CodecName) -> EntryHeader:
     """The header of a chunk's entry."""
     layers, name = geometry_of(llm.model.layers), str(llm.model.dtype).removeprefix("torch.")
-    plain = EntryHeader(llm.model.fingerprint, chunk.key, chunk.root, chunk.start, chunk.tokens, layers, name)
-    return replace(plain, codec=codec, compression=compression)
+    return EntryHeader(llm.model.fingerprint, chunk.key, chunk.root, chunk.start, chunk.tokens, layers, name, codec)
 
 
-def long_header(llm: LLM, codec: str, compression: str) -> EntryHeader:
+def long_header(llm: LLM, codec: CodecName) -> EntryHeader:
     """The header of a chunk of `TOKENS`."""
     layers, tokens = geometry_of(llm.model.layers), encode_tokens(range(TOKENS))
-    plain = EntryHeader(llm.model.fingerprint, Key(b"k" * 32), Key(b"r" * 32), 0, tokens, layers, "bfloat16")
-    return replace(plain, codec=codec, compression=compression)
+    return EntryHeader(llm.model.fingerprint, Key(b"k" * 32), Key(b"r" * 32), 0, tokens, layers, "bfloat16", codec)
 
 
 def expected(header: EntryHeader) -> EntryExpectation:
@@ -75,7 +71,7 @@ def expected(header: EntryHeader) -> EntryExpectation:
     return EntryExpectation(**{name: getattr(header, name) for name in names})
 
 
-def accuracy(llm: LLM, examples: list[Example], codec: str) -> tuple[Score, list[ChunkTensors]]:
+def accuracy(llm: LLM, examples: list[Example], codec: CodecName) -> tuple[Score, list[ChunkTensors]]:
     """Asks all questions over documents that went through the codec once; also gives some chunks before that."""
     score, kept = Score(), []
     storage = llm.engine.runner.storages["chunk_cache"]
@@ -86,7 +82,7 @@ def accuracy(llm: LLM, examples: list[Example], codec: str) -> tuple[Score, list
         for chunk in llm.engine.kv_cache.chunks():
             layers = storage.read_chunk(chunk.block_ids, chunk.num_tokens)
             kept.append(layers)
-            header = header_of(llm, chunk, codec, "none")
+            header = header_of(llm, chunk, codec)
             entry = decode_entry(encode_entry(header, layers), expected(header))
             storage.write_chunk(chunk.block_ids, entry.layers)
             done.append(chunk)
@@ -141,9 +137,9 @@ def attention(like: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("gqn,ngd->qgd", weights, value.float())
 
 
-def speed(llm: LLM, chunks: list[ChunkTensors], codec: str, compression: str, rounds: int) -> Speed:
+def speed(llm: LLM, chunks: list[ChunkTensors], codec: CodecName, rounds: int) -> Speed:
     """Bytes and times of entries of these chunks."""
-    header = long_header(llm, codec, compression)
+    header = long_header(llm, codec)
     raw = sum(tensor.nbytes for chunk in chunks for pair in chunk for tensor in pair if tensor is not None)
     entries = [encode_entry(header, chunk) for chunk in chunks]
     encoding = [seconds(lambda: [encode_entry(header, chunk) for chunk in chunks]) for _ in range(rounds)]
@@ -167,15 +163,14 @@ def seconds(work: Callable[[], Any]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| codec | zstd | bytes per token | smaller by | right answers | error K max / mean | V | attention | "
+        "| codec | bytes per token | smaller by | right answers | error K max / mean | V | attention | "
         "encode MB/s | decode MB/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         gaps = [f"{row[f'{name}_max']:.2%} / {row[f'{name}_mean']:.2%}" for name in ("key", "value", "attention")]
         cells = [
             row["codec"],
-            "yes" if row["compression"] == "zstd" else "no",
             f"{row['bytes_per_token']:.0f}",
             f"{row['ratio']:.2f}x",
             f"{row['accuracy']:.2%}",
@@ -185,35 +180,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def plot(rows: list[dict[str, Any]]) -> None:
-    """Bytes per token against right answers."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for compression, marker, drop in (("none", "o", -38), ("zstd", "^", 30)):
-        chosen = [row for row in rows if row["compression"] == compression]
-        sizes, right = [row["bytes_per_token"] for row in chosen], [row["accuracy"] for row in chosen]
-        doubt = [
-            200 * (share * (1 - share) / row["questions"]) ** 0.5 for share, row in zip(right, chosen, strict=True)
-        ]
-        label = "with zstd" if compression == "zstd" else "without zstd"
-        axes.errorbar(sizes, [100 * share for share in right], doubt, fmt=marker, capsize=3, label=label)
-        names: dict[tuple[float, float], list[str]] = {}
-        for row in chosen:
-            names.setdefault((round(row["bytes_per_token"]), 100 * row["accuracy"]), []).append(row["codec"])
-        for place, found in names.items():
-            axes.annotate(", ".join(found), place, (0, drop), textcoords="offset points", ha="center")
-    axes.set_xlim(0, 2800)
-    axes.set_ylim(98, 100.5)
-    axes.set_xlabel("bytes per token in the entry (bundled reader, bfloat16)")
-    axes.set_ylabel("right answers, % (± 2 standard errors)")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(RESULTS / "codec.png", dpi=150)
 
 
 def main() -> None:
@@ -227,18 +193,16 @@ def main() -> None:
     while sum(len(example.questions) for example in examples) < arguments.questions:
         examples.append(source.example(Recipe(documents=(3, 6))))
     llm = LLM(dtype="bfloat16")
-    rows, scores, chunks = [], {}, []
-    for codec, compression in VARIANTS:
-        if codec not in scores:
-            scores[codec], kept = accuracy(llm, examples, codec)
-            print(codec, f"{scores[codec].accuracy:.4f}", scores[codec].wrong[:3], flush=True)
-            chunks = chunks or long_chunks(kept)[:16]
-        header = long_header(llm, codec, compression)
+    rows, chunks = [], []
+    for codec in CODECS:
+        score, kept = accuracy(llm, examples, codec)
+        print(codec, f"{score.accuracy:.4f}", score.wrong[:3], flush=True)
+        chunks = chunks or long_chunks(kept)[:16]
+        header = long_header(llm, codec)
         decoded = [decode_entry(encode_entry(header, chunk), expected(header)).layers for chunk in chunks]
-        measured = speed(llm, chunks, codec, compression, arguments.rounds)
-        score = scores[codec]
+        measured = speed(llm, chunks, codec, arguments.rounds)
         rows.append(
-            {"codec": codec, "compression": compression, "accuracy": score.accuracy, "right": score.right}
+            {"codec": codec, "accuracy": score.accuracy, "right": score.right}
             | {"questions": score.asked}
             | {name: round(getattr(measured, name), 3) for name in Speed.__annotations__}
             | {name: round(value, 6) for name, value in errors(chunks, decoded).items()}
@@ -246,7 +210,6 @@ def main() -> None:
     report = {"torch": torch.__version__, "tokens_per_chunk": TOKENS, "chunks": len(chunks), "results": rows}
     save("codec", report)
     (RESULTS / "codec.md").write_text(table(rows))
-    plot(rows)
     print(table(rows))
 
 

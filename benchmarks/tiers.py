@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.1b", choices=list(SIZES))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1_024, 4_096])
-    parser.add_argument("--codec", nargs="+", default=["none", "int8"], choices=["none", "fp8", "int8", "int4"])
+    parser.add_argument("--codec", nargs="+", default=["none", "int8"], choices=["none", "int8"])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     model = build_model(arguments.model, getattr(torch, arguments.dtype))

@@ -37,7 +37,7 @@ from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack engine kv_cache_dtype adapter merge_adapter"
 LENGTHS = "long_chunks max_section_tokens max_chunk_tokens hash_algorithm companions"
-TIERS = "chunk_tier chunk_codec chunk_compression"
+TIERS = "chunk_tier chunk_codec"
 RUN = f"""chunk_separator position_strategy chunk_context preamble find_documents document_pattern repair profile
 {LENGTHS} chunk_cache_size {LOADING}
 enable_chunk_cache {TIERS} chunk_loading"""

@@ -99,7 +99,7 @@ def test_ls_takes_a_limit_and_a_name(tier: Path) -> None:
     entry = fields(result)
     assert entry["key"] == files(tier)[0].stem
     assert entry["tokens"] == len(TEXTS[entry["names"][0]]) and entry["bytes"] == files(tier)[0].stat().st_size
-    assert (entry["codec"], entry["compression"], entry["dtype"], entry["tenant"]) == ("none", "none", "float32", "")
+    assert (entry["codec"], entry["dtype"], entry["tenant"]) == ("none", "float32", "")
     named = run("cache", "ls", f"disk:{tier}", "--name", "KIL", "--json")
     assert fields(named)["names"] == ["kiln"]
     assert "no such entry" in run("cache", "ls", f"disk:{tier}", "--name", "nobody").stdout
@@ -281,7 +281,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def test_run_and_check_use_tiers(tiny_model: Path, documents: Path, tmp_path: Path) -> None:
-    tiers = ("--chunk-tier", f"disk:{tmp_path}/tier?quota=1GiB", "--chunk-codec", "int8", "--chunk-compression", "zstd")
+    tiers = ("--chunk-tier", f"disk:{tmp_path}/tier?quota=1GiB", "--chunk-codec", "int8")
     asked = ("run", tiny_model, "--documents", documents, "-q", "Where?", "--max-tokens", "2", "--json")
     first = run(*asked, *tiers, KVMOSAIC_CHUNK_SECRET="a long secret")
     assert first.exit_code == 0, first.output

@@ -165,34 +165,34 @@ def test_variables_that_cannot_be_are_told_before_vllm_starts(monkeypatch: pytes
 def test_tiers_become_a_configuration_and_passwords_variables_that_are_not_shown() -> None:
     said = shown(
         *("m", "--chunk-tier", "host:1GiB", "--chunk-tier", "redis://:hidden-word@cache:6379/0"),
-        *("--chunk-compression", "zstd", "--chunk-loading", "always"),
+        *("--chunk-loading", "always"),
     )
     assert "hidden-word" not in " ".join(said)
-    launch = serving(["m"], {}, ["host:1GiB", "redis://:hidden-word@cache:6379/0"], {"compression": "zstd"})
+    launch = serving(["m"], {}, ["host:1GiB", "redis://:hidden-word@cache:6379/0"], "always")
     assert launch.variables == {"KVMOSAIC_VLLM_TIER_2": "redis://:hidden-word@cache:6379/0"}
     configuration = json.loads(launch.arguments[launch.arguments.index("--kv-transfer-config") + 1])
     extra = configuration["kv_connector_extra_config"]
-    assert extra == {"tiers": ["host:1GiB", "env:KVMOSAIC_VLLM_TIER_2"], "compression": "zstd"}
+    assert extra == {"tiers": ["host:1GiB", "env:KVMOSAIC_VLLM_TIER_2"], "loading": "always"}
     config = tier_config(extra, launch.variables)
     assert config is not None
     assert config.chunk_tier == ("host:1GiB", "redis://:hidden-word@cache:6379/0")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "tiers", "options"),
+    ("arguments", "tiers", "loading"),
     [
-        (["m", "--kv-transfer-config", "{}"], ["host:1GiB"], {}),
-        (["m"], ["host"], {}),
-        (["m"], ["host:1GiB"], {"loading": "often"}),
-        (["m"], [], {"loading": "always"}),
-        (["m", "--kv-transfer-config", CONNECTOR], [], {"compression": "zstd"}),
+        (["m", "--kv-transfer-config", "{}"], ["host:1GiB"], None),
+        (["m"], ["host"], None),
+        (["m"], ["host:1GiB"], "often"),
+        (["m"], [], "always"),
+        (["m", "--kv-transfer-config", CONNECTOR], [], "always"),
     ],
 )
 def test_tiers_that_cannot_be_are_told_before_vllm_starts(
-    arguments: list[str], tiers: list[str], options: dict[str, str]
+    arguments: list[str], tiers: list[str], loading: str | None
 ) -> None:
     with pytest.raises(InvalidConfig):
-        serving(arguments, {}, tiers, options)
+        serving(arguments, {}, tiers, loading)
 
 
 def test_without_vllm_there_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

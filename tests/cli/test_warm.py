@@ -184,10 +184,10 @@ def test_every_tier_gets_what_one_has(tiny_model: Path, tmp_path: Path, url: str
 
 def test_entries_that_could_not_be_used_are_computed_again(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder, secret = write(tmp_path / "texts", 2), {"KVMOSAIC_CHUNK_SECRET": "a long secret"}
-    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["computed"] == 2
-    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["skipped"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int8")["computed"] == 2
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int8")["skipped"] == 2
     assert warm(tiny_model, folder, "--chunk-tier", url)["computed"] == 2
-    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int4")["skipped"] == 2  # less loss is fine
+    assert warm(tiny_model, folder, "--chunk-tier", url, "--chunk-codec", "int8")["skipped"] == 2  # less loss is fine
     assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["computed"] == 2
     assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["skipped"] == 2
     result = run("warm", tiny_model, folder, "--chunk-tier", url)  # forgotten, more likely than meant

@@ -9,10 +9,10 @@ from kvmosaic.capacity.model_facts import ModelFacts
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tiers import parse_tier_url
 
-Codec = Literal["none", "fp8", "int8", "int4"]
+Codec = Literal["none", "int8"]
 
-_SYMMETRIC_GROUP, _INT4_GROUP = 64, 32
-"""Numbers that share a scale of 2 bytes, or a scale and an offset."""
+_GROUP = 64
+"""Numbers that share a scale of 2 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,7 @@ def codec_share(codec: Codec, element_bytes: float) -> float:
     Raises:
         InvalidConfig: no such codec.
     """
-    shares = {
-        "none": 1.0,
-        "fp8": (1 + 2 / _SYMMETRIC_GROUP) / element_bytes,
-        "int8": (1 + 2 / _SYMMETRIC_GROUP) / element_bytes,
-        "int4": (0.5 + 4 / _INT4_GROUP) / element_bytes,
-    }
+    shares = {"none": 1.0, "int8": (1 + 2 / _GROUP) / element_bytes}
     if codec not in shares:
         raise InvalidConfig(f"codec is {codec!r}; choose from {', '.join(shares)}")
     return shares[codec]

@@ -27,11 +27,8 @@ class TierConfig:
         help="Where chunks are kept beyond the device: host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://…; "
         "several may be given, the fastest first.",
     )
-    chunk_codec: Literal["none", "fp8", "int8", "int4"] = _tiers(
-        "none", help="How numbers are stored there: as they are, or in fewer bits, which changes answers a little."
-    )
-    chunk_compression: Literal["none", "zstd"] = _tiers(
-        "none", help="Whether entries are compressed further, without loss."
+    chunk_codec: Literal["none", "int8"] = _tiers(
+        "none", help="How numbers are stored there: as they are, or in eight bits, which changes answers a little."
     )
     chunk_secret: str | None = _tiers(
         None,

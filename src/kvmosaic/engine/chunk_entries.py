@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from kvmosaic.cache import Chunk, SpanPlan
@@ -19,7 +18,6 @@ from kvmosaic.entries import (
     decode_entry,
     encode_entry,
 )
-from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import geometry_of
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers import Entry
@@ -66,13 +64,9 @@ class ChunkEntries:
         """Describes the layout of `storage`.
 
         Raises:
-            InvalidConfig: the codec does not allow the model's dtype, or zstandard is not installed.
+            InvalidConfig: the codec does not allow the model's dtype.
         """
         choose_codec(config.chunk_codec, storage.dtype)
-        if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
-            raise InvalidConfig(
-                "chunk_compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'"
-            )
         self._fingerprint = fingerprint
         self._layers = geometry_of(storage.layers)
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
@@ -99,7 +93,6 @@ class ChunkEntries:
             layers=self._layers,
             dtype=self._dtype,
             codec=self._config.chunk_codec,
-            compression=self._config.chunk_compression,
             names=tuple(chunk.names),
             tenant=chunk.tenant,
             compute_seconds=chunk.compute_ms / 1e3,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         encode_entry,
         read_header,
     )
-    from kvmosaic.entries.header import CodecName, Compression, DtypeName, EntryHeader
+    from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader
     from kvmosaic.entries.verification import (
         Checksum,
         ClaimedHeader,
@@ -30,7 +30,6 @@ __all__ = [
     "Checksum",
     "ClaimedHeader",
     "CodecName",
-    "Compression",
     "DecodedEntry",
     "DtypeName",
     "EntryBound",
@@ -50,7 +49,7 @@ __all__ = [
 _HOMES = {
     "codec": ("choose_codec",),
     "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
-    "header": ("CodecName", "Compression", "DtypeName", "EntryHeader"),
+    "header": ("CodecName", "DtypeName", "EntryHeader"),
     "verification": (
         "Checksum",
         "ClaimedHeader",

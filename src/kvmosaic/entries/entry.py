@@ -1,7 +1,7 @@
 """An entry: the serialized form of a chunk in a tier, a valid safetensors file.
 
     8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer
-    length  | JSON, ends on a multiple of 64 bytes                     | scales and codes, or one zstd frame
+    length  | JSON, ends on a multiple of 64 bytes                     | or scales and codes
 
 Nothing is used before the checksum over all bytes is verified, and before model, root, tokens and start match the
 requested ones. Reading allocates no object larger than expected.
@@ -13,16 +13,13 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.entries.codec import choose_codec
-from kvmosaic.entries.compression import expanded, squeezed
 from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header, to_texts
 from kvmosaic.entries.payload import (
-    COMPRESSED,
     DTYPES,
     flattened,
     max_payload_bytes,
@@ -54,7 +51,7 @@ ALIGNMENT = 64
 _MAX_TEXT_BYTES = 2**17
 """Maximum header bytes without tokens and layers: up to 16 names of 256 characters, each escaped twice in 14 bytes."""
 _MAX_LAYER_BYTES = 2**10
-"""Maximum header bytes of one layer: its shape, and the offsets of at most six tensors."""
+"""Maximum header bytes of one layer: its shape, and the offsets of at most four tensors."""
 _WAYS_OUT = {
     "fingerprint": "it was computed by another model; give every model its own place, or let these entries leave",
     "key": "it lies under a key that is not its own: was a file renamed or swapped?",
@@ -78,13 +75,10 @@ class FileHeader:
     """Of the stored payload."""
 
 
-def write_file_header(header: EntryHeader, label: str, compressed_bytes: int | None = None) -> bytes:
+def write_file_header(header: EntryHeader, label: str) -> bytes:
     """Length and header of a safetensors file, without its checksum, padded to a multiple of `ALIGNMENT`."""
-    if compressed_bytes is None:
-        placed = sorted((place for each in places_of(header) for place in each), key=lambda place: place.begin)
-        table = {place.name: place.entry for place in placed}
-    else:
-        table = {COMPRESSED: {"dtype": "U8", "shape": [compressed_bytes], "data_offsets": [0, compressed_bytes]}}
+    placed = sorted((place for each in places_of(header) for place in each), key=lambda place: place.begin)
+    table = {place.name: place.entry for place in placed}
     metadata = {"blake3": NO_DIGEST, "secret": label, **to_texts(header)}
     text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -96,28 +90,16 @@ def read_file_header(start: Bytes) -> FileHeader:
     """Reads the file header of an entry; `start` contains at least the header.
 
     Raises:
-        ForeignEntry: another version of the format.
+        ForeignEntry: another version of the format, or a codec of another version.
         DamagedEntry: differs in any byte but the checksum from what `write_file_header` writes.
     """
     claims = read_claimed_header(start)
     num_bytes, header = num_file_header_bytes(start), claims.header
-    compressed_bytes = _compressed_bytes(claims.table) if header.compression == "zstd" else None
-    expected = write_file_header(header, claims.label, compressed_bytes)
+    expected = write_file_header(header, claims.label)
     at, found = 8 + len(OPENING), claims.digest.encode("utf-8", "replace")
     if expected[:at] + found + expected[at + len(NO_DIGEST) :] != bytes(start[:num_bytes]):
         raise unreadable("a table of tensors that does not follow from its metadata")
-    payload_bytes = compressed_bytes if compressed_bytes is not None else num_payload_bytes(places_of(header))
-    return FileHeader(header, num_bytes, payload_bytes)
-
-
-def _compressed_bytes(table: dict[str, Any]) -> int:
-    """Bytes of the compressed payload, from an untrusted table."""
-    place = table.get(COMPRESSED)
-    shape = place.get("shape") if isinstance(place, dict) else None
-    count = shape[0] if isinstance(shape, list) and len(shape) == 1 else None
-    if type(count) is not int or not 0 < count <= MAX_ENTRY_BYTES:
-        raise unreadable("no compressed payload")
-    return count
+    return FileHeader(header, num_bytes, num_payload_bytes(places_of(header)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +123,7 @@ class DecodedEntry:
 
     header: EntryHeader
     layers: ChunkTensors
-    """Without codec and compression these are views of the entry: copy them at once, and never write to them."""
+    """Without a codec these are views of the entry: copy them at once, and never write to them."""
 
 
 def encode_entry(
@@ -150,8 +132,7 @@ def encode_entry(
     """Serializes a chunk.
 
     Args:
-        header: metadata. `codec` and `compression` are requests: numbers that no scale can represent are stored
-            uncoded, and data that zstd shrinks by less than 5% uncompressed.
+        header: metadata. `codec` is a request: numbers that no scale can represent are stored uncoded.
         layers: keys [n, G, D] and values [n, G, Dv] (None where they are in the keys) of every layer that stores
             something, on the CPU; as returned by `BlockStorage.read_chunk`.
         secret: without it, an entry can be neither made nor changed.
@@ -160,29 +141,19 @@ def encode_entry(
         A read-only view of fresh memory.
 
     Raises:
-        InvalidConfig: a codec that the dtype does not support, zstandard is missing, or a chunk too large for an entry.
+        InvalidConfig: a codec that the dtype does not support, or a chunk too large for an entry.
     """
     seal = Checksum(secret)
     check_header(header)
     choose_codec(header.codec, DTYPES[header.dtype])
     tensors = flattened(layers)
     _check_tensors(header, tensors)
-    _check_size(num_payload_bytes(places_of(header)))
-    if header.compression == "zstd":
-        payload = pack(header, tensors)
-        if payload is None:
-            return encode_entry(replace(header, codec="none"), layers, secret)
-        frame = squeezed(payload)
-        header = header if frame is not None else replace(header, compression="none")
-        payload = frame if frame is not None else payload
-        preamble = write_file_header(header, seal.label, len(payload) if frame is not None else None)
-        entry = new_bytes(len(preamble) + len(payload))
-        entry[len(preamble) :] = payload
-    else:
-        preamble = write_file_header(header, seal.label)
-        entry = new_bytes(len(preamble) + num_payload_bytes(places_of(header)))
-        if pack(header, tensors, entry[len(preamble) :]) is None:
-            return encode_entry(replace(header, codec="none"), layers, secret)
+    num_bytes = num_payload_bytes(places_of(header))
+    _check_size(num_bytes)
+    preamble = write_file_header(header, seal.label)
+    entry = new_bytes(len(preamble) + num_bytes)
+    if not pack(header, tensors, entry[len(preamble) :]):
+        return encode_entry(replace(header, codec="none"), layers, secret)
     result = memory_of(entry)
     result[: len(preamble)] = preamble
     seal.close(result)
@@ -190,7 +161,7 @@ def encode_entry(
 
 
 class EntryBound:
-    """Maximum entry sizes of a model, over all codecs, compressions, names and secrets.
+    """Maximum entry sizes of a model, over all codecs, names and secrets.
 
     Larger data under a chunk's key is no valid entry, and need not be read.
     """
@@ -213,7 +184,7 @@ def read_header(start: Bytes) -> EntryHeader:
     For listings only: without all of the bytes, it cannot be verified.
 
     Raises:
-        ForeignEntry: another version of the format.
+        ForeignEntry: another version of the format, or a codec of another version.
         DamagedEntry: not the start of an entry.
     """
     return read_file_header(start).header
@@ -238,10 +209,7 @@ def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = 
             "it is left out and computed again"
         )
     _check_expected(header, expected)
-    payload = view_of(entry[preamble.num_bytes :])
-    if header.compression == "zstd":
-        payload = expanded(payload, num_payload_bytes(places_of(header)))
-    return DecodedEntry(header, unpack(header, payload))
+    return DecodedEntry(header, unpack(header, view_of(entry[preamble.num_bytes :])))
 
 
 def _check_tensors(header: EntryHeader, tensors: Sequence[Tensor]) -> None:
@@ -273,7 +241,7 @@ def _check_expected(header: EntryHeader, expected: EntryExpectation) -> None:
             )
     if header.codec not in ("none", expected.codec):
         raise ForeignEntry(
-            f"the entry was stored with codec {header.codec!r}, expected {expected.codec!r} or 'none'; "
+            f"the entry was stored with codec {header.codec!r}, expected {expected.codec!r}; "
             "it is not used, since its numbers are rounded otherwise; configure the same codec, or let it leave"
         )
 

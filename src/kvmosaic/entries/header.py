@@ -24,9 +24,11 @@ MAX_START = 2**48
 MAX_SECONDS = 1e12
 
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
-CodecName: TypeAlias = Literal["none", "fp8", "int8", "int4"]
-Compression: TypeAlias = Literal["none", "zstd"]
+CodecName: TypeAlias = Literal["none", "int8"]
 
+_CODECS = ("none", "int8")
+_COMPRESSION = "none"
+"""Of the field in which earlier versions said how they had compressed an entry."""
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
@@ -50,7 +52,6 @@ class EntryHeader:
     dtype: DtypeName
     """Of the pool that it came from; a codec stores another type."""
     codec: CodecName = "none"
-    compression: Compression = "none"
     names: tuple[str, ...] = ()
     """Its names, latest last; the last `MAX_NAMES` are kept, each cut at `MAX_TEXT` characters."""
     tenant: str = ""
@@ -80,8 +81,7 @@ def check_header(header: EntryHeader) -> None:
         "tokens": 0 < len(header.tokens) <= MAX_TOKENS * TOKEN_BYTES and len(header.tokens) % TOKEN_BYTES == 0,
         "layers": 0 < len(header.layers) <= MAX_LAYERS and _have_sources(header.layers),
         "dtype": header.dtype in ("float64", "float32", "bfloat16", "float16"),
-        "codec": header.codec in ("none", "fp8", "int8", "int4"),
-        "compression": header.compression in ("none", "zstd"),
+        "codec": header.codec in _CODECS,
         "compute_seconds": math.isfinite(header.compute_seconds) and 0 <= header.compute_seconds <= MAX_SECONDS,
         "created": math.isfinite(header.created) and 0 <= header.created <= MAX_SECONDS,
     }
@@ -106,7 +106,7 @@ def to_texts(header: EntryHeader) -> dict[str, str]:
         "layers": _compact([layer.numbers for layer in header.layers]),
         "dtype": header.dtype,
         "codec": header.codec,
-        "compression": header.compression,
+        "compression": _COMPRESSION,
         "names": _compact([_cut(name) for name in header.names[-MAX_NAMES:]]),
         "tenant": _cut(header.tenant),
         "compute_seconds": repr(float(header.compute_seconds)),
@@ -118,7 +118,7 @@ def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
     """Inverse of `to_texts`.
 
     Raises:
-        ForeignEntry: another version of the format.
+        ForeignEntry: another version of the format, or a codec or a compression of another version.
         DamagedEntry: a field that is missing, unknown, malformed or beyond its limit.
     """
     version = texts.get("version")
@@ -139,13 +139,19 @@ def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
                 f"the entry has {name} {text!r:.80}, which cannot be read ({error!s:.80}); "
                 "it is left out and computed again"
             ) from error
-    header = EntryHeader(**values)
+    header, compression = EntryHeader(**values), texts.get("compression", _COMPRESSION)
+    if header.codec not in _CODECS or compression != _COMPRESSION:
+        raise ForeignEntry(
+            f"the entry has codec {header.codec!r:.40} and compression {compression!r:.40}, which another version of "
+            f"kvmosaic stored; only codecs {' and '.join(_CODECS)} without compression are read; "
+            "it is left out and computed again"
+        )
     try:
         check_header(header)
     except InvalidConfig as error:
         raise DamagedEntry(f"{error}; the entry is left out and computed again") from error
     if {"version": version, **to_texts(header)} != dict(texts):
-        wrong = sorted(name for name in {*texts, *_READERS} if texts.get(name) != to_texts(header).get(name))
+        wrong = sorted(name for name in {*texts, *to_texts(header)} if texts.get(name) != to_texts(header).get(name))
         raise DamagedEntry(
             f"the entry spells {wrong!r:.80} otherwise than it was written, or has fields that version "
             f"{FORMAT_VERSION} does not have; it is left out and computed again"
@@ -188,7 +194,6 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "layers": _layers,
     "dtype": str,
     "codec": str,
-    "compression": str,
     "names": _names,
     "tenant": str,
     "compute_seconds": _real,

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvmosaic.entries.codec import CODECS, Along, Part, Shape
 from kvmosaic.entries.header import DtypeName, EntryHeader
 from kvmosaic.layers.geometry import LayerGeometry, stored_layers
-from kvmosaic.memory.buffer import bytes_of, new_bytes
+from kvmosaic.memory.buffer import bytes_of
 from kvmosaic.memory.storage import ChunkTensors
 
 DTYPES: dict[DtypeName, torch.dtype] = {
@@ -22,15 +22,12 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-COMPRESSED = "payload.zst"
 _FORMAT_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
-    torch.uint8: "U8",
 }
 
 
@@ -95,7 +92,7 @@ def places_of(header: EntryHeader) -> list[list[PayloadTensor]]:
 
 
 def num_payload_bytes(places: Sequence[Sequence[PayloadTensor]]) -> int:
-    """Bytes of the payload before it is compressed."""
+    """Bytes of the payload."""
     return sum(place.part.num_bytes for each in places for place in each)
 
 
@@ -122,17 +119,16 @@ def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     return [tensor for pair in layers for tensor in pair if tensor is not None]
 
 
-def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor | None = None) -> Tensor | None:
-    """[bytes] uint8: the payload, written to `target` if given; None if the codec cannot represent a number."""
-    codec, places = CODECS[header.codec], places_of(header)
-    result = target if target is not None else new_bytes(num_payload_bytes(places))
-    for source, tensor, each in zip(sources(header.layers, header.num_tokens), tensors, places, strict=True):
+def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor) -> bool:
+    """Writes the payload to `target` [bytes] uint8; False if the codec cannot represent a number."""
+    codec, tensor_sources = CODECS[header.codec], sources(header.layers, header.num_tokens)
+    for source, tensor, each in zip(tensor_sources, tensors, places_of(header), strict=True):
         parts = codec.encode(tensor, source.along)
         if parts is None:
-            return None
+            return False
         for part, place in zip(parts, each, strict=True):
-            result[place.begin : place.end] = bytes_of(part)
-    return result
+            target[place.begin : place.end] = bytes_of(part)
+    return True
 
 
 def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:

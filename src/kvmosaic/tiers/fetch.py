@@ -37,7 +37,7 @@ class Fetch(Generic[T]):
 
     key: Key
     num_bytes: int
-    """Bytes of the chunk on the device, before compression."""
+    """Bytes of the chunk on the device."""
     accept: Callable[[Entry], T] = field(repr=False)
     """Verifies an entry and decodes it; raises InvalidEntry."""
     max_bytes: int | None

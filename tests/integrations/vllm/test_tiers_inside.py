@@ -39,7 +39,7 @@ def engine(vllm_engine: Callable[..., ForkedEngine], places: dict[str, Any]) -> 
 @pytest.fixture(scope="module")
 def narrow(vllm_engine: Callable[..., ForkedEngine], places: dict[str, Any]) -> ForkedEngine:
     """Another engine with the same Redis, few blocks, and hardly room for what is fetched."""
-    transfer = with_tiers("host:16MiB", places["redis"], compression="zstd", staged="200KiB")
+    transfer = with_tiers("host:16MiB", places["redis"], staged="200KiB")
     return vllm_engine("llama", kv_transfer_config=transfer, num_gpu_blocks_override=48)
 
 

@@ -108,19 +108,12 @@ def entry_table(entries: list[Listed], now: float) -> Table:
             shrinking(", ".join(header.names) or "–"),
             f"{header.num_tokens:,}",
             size,
-            codec_text(entry),
+            header.codec,
             printable(header.fingerprint[:MODEL_DIGITS]),
             shrinking(header.tenant or "–"),
             age_text(now - header.created),
         )
     return table
-
-
-def codec_text(entry: Listed) -> str:
-    """Describes how an entry stores numbers, and how its bytes are compressed."""
-    header = entry.header
-    assert header is not None
-    return header.codec if header.compression == "none" else f"{header.codec} + {header.compression}"
 
 
 def entry_fields(entry: Listed) -> dict[str, object]:
@@ -136,7 +129,6 @@ def entry_fields(entry: Listed) -> dict[str, object]:
         "names": list(header.names),
         "tokens": header.num_tokens,
         "codec": header.codec,
-        "compression": header.compression,
         "dtype": header.dtype,
         "model": header.fingerprint,
         "tenant": header.tenant,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 PANEL = "The plan of a device"
-Codec = Literal["none", "fp8", "int8", "int4"]
+Codec = Literal["none", "int8"]
 _USUAL_DOCUMENTS = 1_000
 """Documents of a plan that names no number."""
 device_option = partial(typer.Option, rich_help_panel=PANEL)

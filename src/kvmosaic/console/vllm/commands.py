@@ -84,7 +84,6 @@ def serve(
     context: typer.Context,
     documents: DocumentOptions,
     chunk_tier: ChunkTiers = None,
-    chunk_compression: Annotated[str | None, option("chunk_compression")] = None,
     chunk_loading: Annotated[str | None, option("chunk_loading")] = None,
     require_composing: Annotated[
         bool,
@@ -101,10 +100,9 @@ def serve(
     from kvmosaic.integrations.vllm.front.command import check_installed, serving
     from kvmosaic.integrations.vllm.requirement import SETTING
 
-    tier_options = {"compression": chunk_compression, "loading": chunk_loading}
     choices = {name: None if value is None else str(value) for name, value in asdict(documents).items()}
     choices[SETTING] = "1" if require_composing else None
-    launch = serving(context.args, choices, chunk_tier or (), tier_options)
+    launch = serving(context.args, choices, chunk_tier or (), chunk_loading)
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)
     if show:

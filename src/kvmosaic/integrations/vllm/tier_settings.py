@@ -12,13 +12,13 @@ from kvmosaic.tiers import parse_tier_url
 
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 FROM_VARIABLE = "env:"
-_OPTIONS = ("compression", "loading", "pending", "staged")
+_OPTIONS = ("loading", "pending", "staged")
 
 
 def tier_config(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> TierConfig | None:
     """Reads the tiers of an engine; None without any.
 
-        {"tiers": ["host:4GiB", "env:CHUNK_REDIS"], "compression": "zstd", "loading": "always", "staged": "1GiB"}
+        {"tiers": ["host:4GiB", "env:CHUNK_REDIS"], "loading": "always", "staged": "1GiB"}
 
     Args:
         extra: `kv_connector_extra_config`. vLLM prints it, so a URL with a password is given as `env:` and the name of
@@ -36,8 +36,8 @@ def tier_config(extra: Mapping[str, Any], environment: Mapping[str, str] = os.en
         raise InvalidConfig(f'tiers is {places!r:.80}; give a list such as ["host:4GiB", "redis://host:6379/0"]')
     if extra.get("codec", "none") != "none":
         raise InvalidConfig(
-            f"codec is {extra['codec']!r:.80}; inside vLLM entries must be exact, since ordinary prompts use them, "
-            "too: leave it out, and use compression 'zstd' to save room"
+            f"codec is {extra['codec']!r:.80}; inside vLLM entries must be exact, since ordinary prompts "
+            "use them, too: leave it out"
         )
     options = {f"chunk_{name}": extra[name] for name in _OPTIONS if name in extra}
     urls = tuple(_read(place, environment) for place in places)

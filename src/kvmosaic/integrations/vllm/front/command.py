@@ -48,7 +48,7 @@ def serving(
     arguments: Sequence[str],
     choices: Mapping[str, str | None],
     tiers: Sequence[str] = (),
-    tier_options: Mapping[str, str | None] | None = None,
+    loading: str | None = None,
 ) -> Launch:
     """Builds `vllm serve` with these arguments, plus ours where the user has set none.
 
@@ -56,11 +56,11 @@ def serving(
         arguments: a model and options of vLLM.
         choices: settings of the front end by variable name, such as chunk_separator; None: left alone.
         tiers: URLs of tiers, the fastest first; one with a password becomes a variable, which vLLM does not print.
-        tier_options: compression and loading; None: left alone.
+        loading: auto or always; None: left alone.
 
     Raises:
-        InvalidConfig: no model, an invalid choice, vLLM's front end in Rust, prefix caching disabled, tier options
-            without tiers, tiers together with a configuration, or a configuration of another connector.
+        InvalidConfig: no model, an invalid choice, vLLM's front end in Rust, prefix caching disabled, loading without
+            tiers, tiers together with a configuration, or a configuration of another connector.
     """
     variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
@@ -78,14 +78,13 @@ def serving(
         raise InvalidConfig(
             "--no-enable-prefix-caching is given, and documents are kept in vLLM's prefix cache; leave it out"
         )
-    for name, value in (tier_options or {}).items():
-        if value is not None and not tiers:
-            raise InvalidConfig(
-                f"--chunk-{name} is {value!r} and there is no tier; add one, such as --chunk-tier host:4GiB"
-            )
+    if loading is not None and not tiers:
+        raise InvalidConfig(
+            f"--chunk-loading is {loading!r} and there is no tier; add one, such as --chunk-tier host:4GiB"
+        )
     added: list[str] = []
     if not _has(arguments, "--kv-transfer-config"):
-        extra = _tiers(tiers, tier_options or {}, variables)
+        extra = _tiers(tiers, loading, variables)
         configuration = {"kv_connector": NAME, "kv_role": "kv_both"} | extra
         added += ["--kv-transfer-config", json.dumps(configuration)]
     elif tiers:
@@ -107,9 +106,7 @@ def serving(
     return Launch(("serve", *arguments, *added), variables)
 
 
-def _tiers(
-    urls: Sequence[str], options: Mapping[str, str | None], variables: dict[str, str]
-) -> dict[str, dict[str, object]]:
+def _tiers(urls: Sequence[str], loading: str | None, variables: dict[str, str]) -> dict[str, dict[str, object]]:
     """Tier settings for the configuration; URLs with a password go to `variables`."""
     if not urls:
         return {}
@@ -119,8 +116,7 @@ def _tiers(
             variables[f"{TIER_VARIABLE}{number}"] = url
             url = f"{FROM_VARIABLE}{TIER_VARIABLE}{number}"
         places.append(url)
-    said = {name: value for name, value in options.items() if value is not None}
-    extra: dict[str, object] = {"tiers": places, **said}
+    extra: dict[str, object] = {"tiers": places} | ({} if loading is None else {"loading": loading})
     tier_config(extra, {**os.environ, **variables})  # fail now, not once vLLM is up
     return {"kv_connector_extra_config": extra}
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import TierConfig
 from kvmosaic.entries import DtypeName, EntryBound, EntryExpectation, EntryHeader, decode_entry, encode_entry
-from kvmosaic.errors import InvalidConfig, NotMovable
+from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.layers import LayerGeometry
@@ -48,11 +47,8 @@ class StoredEntries:
         """Describes the layers of `places`.
 
         Raises:
-            InvalidConfig: zstandard is requested and not installed.
             NotMovable: layers of several dtypes, or a cache in eight bits.
         """
-        if config.chunk_compression == "zstd" and find_spec("zstandard") is None:
-            raise InvalidConfig("compression is 'zstd' and zstandard is not installed; pip install 'kvmosaic[tiers]'")
         if places.cache_format:
             raise NotMovable(f"the KV cache is kept as {places.cache_format}; tiers store plain numbers only")
         layers, dtypes = [], set()
@@ -83,8 +79,7 @@ class StoredEntries:
 
     def encode(self, run: StoredRun, compute_seconds: float) -> Callable[[ChunkTensors], Entry | None]:
         """Returns a function that serializes a run's tensors, on any thread."""
-        compression, identity = self._config.chunk_compression, self._identity(run)
-        header = EntryHeader(**identity, compression=compression, compute_seconds=compute_seconds, created=time.time())
+        header = EntryHeader(**self._identity(run), compute_seconds=compute_seconds, created=time.time())
         return lambda layers: encode_entry(header, layers, self._config.chunk_secret)
 
     def accept(self, run: StoredRun) -> Callable[[Entry], ChunkTensors]:
