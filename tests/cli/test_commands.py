@@ -71,7 +71,6 @@ def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, not
     assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
 
 
-@pytest.mark.slow
 def test_plan_says_that_documents_that_are_alike_are_read_in_full(tiny_model: Path, tmp_path: Path) -> None:
     for number in range(2):
         record = f"Invoice 2088{number}: customer Harden Tools, amount {number}10 euros."
