@@ -174,7 +174,7 @@ worlds = st.builds(
 @settings(deadline=None)
 def test_in_the_long_run_a_tier_costs_at_most_two_percent(world: World) -> None:
     world.run(2_000 if 0.0 < world.hit_rate < 0.1 else 200)  # what hits are like has to be learned
-    spent, computed = world.run(400)
+    spent, computed = world.run(2_000)  # over 400 it was up to 3.2% by chance, over 2,000 up to 1.3%
     assert spent <= 1.02 * computed, vars(world)
 
 
