@@ -112,7 +112,7 @@ def test_attributes_are_those_of_the_reply(traced: Traced) -> None:
     attributes, segments = attributes_of(root_of(spans)), body["kvmosaic"]["segments"]
     reused = sum(segment["reused_tokens"] for segment in segments)
     moved = sum(segment["reused_tokens"] for segment in segments if segment["distance"])
-    assert reused > 0 and moved > 0
+    assert reused > 0 and moved > 0, body["kvmosaic"]
     assert {name: attributes[name] for name in attributes if name.startswith("kvmosaic.")} == {
         "kvmosaic.reused_tokens": reused,
         "kvmosaic.moved_tokens": moved,
