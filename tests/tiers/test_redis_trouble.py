@@ -179,7 +179,7 @@ def test_a_server_that_falls_silent_in_the_middle_of_an_entry_costs_one_pause(wi
 def test_a_server_that_drips_is_ended_by_the_deadline_and_opens_the_breaker(wire: Wire) -> None:
     tier = open_tier(wire)
     tier.put_many({KEY: entry_of(KEY, 200_000), KEYS[1]: b"short"}, Deadline(10))
-    breaker = Breaker(open_hasty_tier(wire), in_background=False)
+    breaker = Breaker(open_tier(wire), in_background=False)
     wire.piece, wire.delay = 100, 0.01
     start = time.monotonic()
     found = breaker.get_many([KEYS[1], KEY], Deadline(3))  # it is never silent for long

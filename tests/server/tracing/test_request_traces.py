@@ -104,7 +104,7 @@ def test_stages_are_children_of_the_request_in_order(traced: Traced) -> None:
 
 
 def test_attributes_are_those_of_the_reply(traced: Traced) -> None:
-    traced.ask(documents=documents("Mill", "Well"))
+    assert traced.ask(documents=documents("Mill", "Well")).status_code == 200
     traced.take()
     asked = {"documents": documents("Well", "Mill", "Gate"), "position_strategy": "sequential"}
     reply = traced.ask(headers={"X-Request-Id": "case-7"}, **asked)
