@@ -54,7 +54,6 @@ BY_CPU := $(BY_KERNEL) tests/attention/test_composed.py tests/attention/rolling 
 	tests/parity/test_conversations.py tests/sampling/test_structured_answers.py \
 	tests/test_llm.py tests/test_tiers.py \
 	tests/cli/test_commands.py::test_check_says_whether_layers_are_packed \
-	tests/cli/test_plan_device.py::test_a_machine_that_is_measured_is_planned_in_the_type_it_would_load \
 	tests/eval/test_command.py::test_first_command_prints_tables_and_writes_its_files
 
 FAST := not slow and not alone and not real
