@@ -1,6 +1,6 @@
 """Companions: what a document should have met when it was computed, for answers over similar documents to be right.
 
-    python benchmarks/companions.py measure MODEL --name qwen2.5-coder-0.5b [--device cuda] [--prose data/xquad.en.json]
+    python benchmarks/companions.py measure MODEL --name qwen2.5-coder-0.5b [--device cuda] --prose data/xquad.en.json
     python benchmarks/companions.py report [--trace ragpulse/0_trace.jsonl]
 
 A document that was computed alone was the first one; four such documents are four first ones, and models mix them up.
@@ -93,6 +93,8 @@ WAYS = {
     "none, first(8)": Companions(same(0), repair="8"),
     "lead-in": Companions(same(1), "lead-in"),
     "lead-in, first(8)": Companions(same(1), "lead-in", repair="8"),
+    "lead-in, the first 0": Companions(but_first(1), "lead-in"),
+    "lead-in, the first 0, first(8)": Companions(but_first(1), "lead-in", repair="8"),
     "by place": Companions(by_place()),
     **{f"by place, at most {limit}": Companions(by_place(limit)) for limit in (1, 2, 3, 4)},
     "by place, in pairs": Companions(lambda place, total: (place + 1) // 2 * 2),
@@ -105,7 +107,7 @@ WAYS = {
     "3 of its own, the first 0": Companions(but_first(3), "own"),
     "by place, one is in the prompt": Companions(by_place(), "prompt"),
     "by place, at most 3, first(8)": Companions(by_place(3), repair="8"),
-    "3, the first 0, first(8)": Companions(but_first(3), repair="8"),
+    **{f"{count}, the first 0, first(8)": Companions(but_first(count), repair="8") for count in (1, 3)},
     "3 for all, first(8)": Companions(same(3), repair="8"),
     "3 for all, first(16)": Companions(same(3), repair="16"),
     "none, words of the question": Companions(same(0), repair="words"),
@@ -137,6 +139,22 @@ FEWER = tuple(
     if not any(
         word in name for word in ("kinds", "own", "another", "one is in", "shared", "4", "6", "none, w", "none, n")
     )
+)
+OF_PROSE = (
+    "none",
+    "none, first(8)",
+    "none, names",
+    "lead-in",
+    "lead-in, first(8)",
+    "lead-in, the first 0",
+    "lead-in, the first 0, first(8)",
+    "1, the first 0",
+    "1, the first 0, first(8)",
+    "3, the first 0, first(8)",
+    "3 for all, first(8)",
+    "by place, at most 3",
+    "by place, at most 3, first(8)",
+    "by place, at most 3, names",
 )
 FULL, OTHER_ORDER = "full attention", "full attention, the first document last"
 
@@ -359,7 +377,11 @@ def blocks(options: argparse.Namespace) -> Iterator[Block]:
     yield Block("records, 3 to 6", list(records(Similar(), prose, 0, count, 3, 6)), tuple(WAYS))
     asked = list(records(Similar(is_long=True), prose, 1, half, 3, 8))
     yield Block("records of 150 to 250 tokens, 3 to 8", asked, FEWER)
-    yield Block("prose (XQuAD), 3 to 6", list(paragraphs(options.prose, 2, half, 3, 6)), FEWER)
+    for language in ("en", "de", "es", "zh"):
+        path = options.prose.with_name(f"xquad.{language}.json")
+        if path.exists():
+            asked = list(paragraphs(path, 2, count if language == "en" else half, 3, 6))
+            yield Block(f"prose (XQuAD, {language}), 3 to 6", asked, OF_PROSE)
     for language in ("de", "zh"):
         asked = list(records(Similar(language=language), prose, 3, half, 3, 6))
         yield Block(f"records, 3 to 6, {language}", asked, FEWER)
@@ -379,7 +401,7 @@ def measure(options: argparse.Namespace) -> None:
         if options.only and not any(word in block.name for word in options.only):
             continue
         if options.ways:
-            block = replace(block, ways=[name for name in WAYS if any(word in name for word in options.ways)])
+            block = replace(block, ways=[name for name in WAYS if name in options.ways])
         start = time.perf_counter()
         report["blocks"][block.name] = study.measure(block)
         report["seconds"] = report.get("seconds", 0) + time.perf_counter() - start
@@ -507,9 +529,9 @@ def main() -> None:
     one.add_argument("--device", default="cpu")
     one.add_argument("--dtype", default="float32")
     one.add_argument("--questions", type=int, default=200)
-    one.add_argument("--prose", type=Path, required=True, help="XQuAD, in English")
+    one.add_argument("--prose", type=Path, required=True, help="XQuAD, in English; other languages beside it")
     one.add_argument("--only", nargs="*", help="parts of the names of blocks")
-    one.add_argument("--ways", nargs="*", help="parts of the names of ways")
+    one.add_argument("--ways", nargs="*", help="names of ways")
     one.add_argument("--batch", type=int, default=40, help="questions at once")
     one.add_argument("--batch-tokens", type=int, default=2**17, help="tokens of documents at once")
     one.add_argument("--to", type=Path, default=RESULTS)
