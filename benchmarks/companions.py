@@ -496,6 +496,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    found = {name: one for name, one in found.items() if next(iter(one["blocks"].values()))[FULL]["right"]}
     figure = FigureCanvasAgg(Figure(figsize=(11, 4.6 * len(found)), layout="constrained")).figure
     for number, one in enumerate(found.values()):
         title, rows = next(iter(one["blocks"].items()))
