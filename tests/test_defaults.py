@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.families import build
+from support.tiny import save_tiny_model
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidRepair
@@ -96,3 +98,45 @@ def test_parts_of_a_document_that_is_longer_than_the_model_overlap_and_say_so():
         assert "composed (shared)" in output.reuse.composition
         notes = [segment.note for segment in output.reuse.segments if segment.kind == "chunk"]
         assert len(notes) == 3 and all("its parts overlap" in note for note in notes[1:])
+
+
+DOCS = ["The ferry goes to Oak Island.", "A kiln burns lime.", "Oats are milled here."]
+CHAT = [{"role": "user", "content": "Where?"}]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+def actions(llm: LLM, documents: list[str], **options: object) -> list[str]:
+    (output,) = llm.chat(CHAT, GREEDY, documents=documents, **options)
+    return [segment.action for segment in output.reuse.segments if segment.kind == "chunk"]
+
+
+def test_documents_after_the_first_have_met_a_companion_and_warming_computes_both_copies(tiny_model):
+    with LLM(tiny_model, dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
+        (cold,) = llm.chat(CHAT, GREEDY, documents=DOCS)
+        assert "documents after the first were computed after companions" in cold.reuse.composition
+        (one,) = llm.chat(CHAT, GREEDY, documents=DOCS[:1])
+        assert "companions" not in one.reuse.composition, "one document is exact"
+        (turned,) = llm.chat(CHAT, GREEDY, documents=DOCS[::-1])
+        misses = [segment.miss for segment in turned.reuse.segments if segment.kind == "chunk"]
+        assert misses == ["other_companions", None, "other_companions"]
+        assert actions(llm, [DOCS[1], DOCS[2], DOCS[0]])[1:] == ["moved", "moved"], "any later place"
+        llm.warm(DOCS)
+        assert "computed" not in actions(llm, [DOCS[1], DOCS[0], DOCS[2]])
+        (said,) = llm.chat(CHAT, GREEDY, documents=DOCS, chunk_context="companions")
+        assert said.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_documents_have_met_no_companion_where_they_have_no_order_or_were_trained_apart(tiny_model):
+    with LLM(tiny_model, dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
+        (output,) = llm.chat(CHAT, GREEDY, documents=DOCS, position_strategy="shared")
+        assert "companions" not in output.reuse.composition
+        llm.warm(DOCS, chunk_context="system")
+        assert "computed" not in actions(llm, DOCS[::-1], position_strategy="shared")
+    with LLM("reader", dtype="float32") as llm:
+        (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
+        assert "companions" not in output.reuse.composition
+        assert "computed" not in actions(llm, DOCS[::-1])

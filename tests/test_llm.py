@@ -83,7 +83,7 @@ def test_known_documents_in_another_order_are_reused(llm):
 
 
 def test_moved_documents_say_how_far(model):
-    with make(model, position_strategy="sequential") as llm:
+    with make(model, position_strategy="sequential", chunk_context="system") as llm:
         llm.generate(TEXT, GREEDY)
         (warm,) = llm.generate(SWAPPED, GREEDY)
     first, second = warm.reuse.segments[1:3]

@@ -39,8 +39,8 @@ CHAT_TEMPLATE = """{{- bos_token }}
 {%- endif %}"""
 
 
-def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object]:
-    """The content of config.json."""
+def model_config(config: ReaderConfig, tokenizer: Tokenizer, *, is_apart: bool = False) -> dict[str, object]:
+    """The content of config.json; `is_apart` says that the model was trained on documents computed alone."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,6 +61,7 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
         "tie_word_embeddings": True,
         "use_cache": True,
         "dtype": "bfloat16",
+        **({"reads_documents_apart": True} if is_apart else {}),
         "bos_token_id": token_id(tokenizer, BEGIN),
         "eos_token_id": token_id(tokenizer, END),
         "pad_token_id": token_id(tokenizer, PAD),
@@ -82,7 +83,7 @@ def tokenizer_config(config: ReaderConfig) -> dict[str, object]:
     }
 
 
-def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
+def export(checkpoint: Path, tokenizer_file: Path, output: Path, *, is_apart: bool = False) -> None:
     """Writes weights in bfloat16, configuration, tokenizer and chat template."""
     output.mkdir(parents=True, exist_ok=True)
     config = ReaderConfig()
@@ -91,7 +92,7 @@ def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(output / "tokenizer.json"))
     documents: dict[str, dict[str, object]] = {
-        "config.json": model_config(config, tokenizer),
+        "config.json": model_config(config, tokenizer, is_apart=is_apart),
         "tokenizer_config.json": tokenizer_config(config),
         "generation_config.json": {
             "bos_token_id": token_id(tokenizer, BEGIN),
@@ -111,8 +112,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors")
     parser.add_argument("output", type=Path, help="model folder to write")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; the checkpoint's own by default")
+    parser.add_argument("--apart", action="store_true", help="trained on documents computed alone, not causally")
     options = parser.parse_args()
-    export(options.checkpoint, options.tokenizer or options.checkpoint / "tokenizer.json", options.output)
+    tokenizer = options.tokenizer or options.checkpoint / "tokenizer.json"
+    export(options.checkpoint, tokenizer, options.output, is_apart=options.apart)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
+from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
@@ -176,6 +177,17 @@ def bundled_reader() -> Path:
     return Path(__file__).parent / "bundled" / "reader"
 
 
+def usual_context(model: str | Path | AnyModel) -> ChunkContext:
+    """What documents saw where nothing is set: companions, or nothing but the system text.
+
+    The latter if the model was trained on documents that were computed alone, as the configuration of the bundled
+    reader says.
+    """
+    if isinstance(model, LoadedModel):
+        return "system" if getattr(model.module.config, "reads_documents_apart", False) is True else "companions"
+    return "system" if model == BUNDLED_READER else "companions"
+
+
 def profile_place(model: str | Path | AnyModel) -> Path | None:
     """The file of a model's profile: in its folder, or beside its file under the name of that file.
 
@@ -198,8 +210,9 @@ def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
         )
     name = config.position_strategy
     chosen = choose_strategy(0, None, is_movable=False) if name == AUTO else name
-    if strategy_named(chosen).moves(config.chunk_context):
-        raise not_movable(model, config.position_strategy, config.chunk_context)
+    context = config.context_in(chosen)
+    if strategy_named(chosen).moves(context):
+        raise not_movable(model, config.position_strategy, context)
 
 
 def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, kv_cache_dtype: str = "auto") -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvmosaic.attention import Piece
 from kvmosaic.cache import Chunk, Key
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine import Engine, Request
 from kvmosaic.engine.row_builder import run_reads
 from kvmosaic.errors import ChunkCacheOff, ChunkTooLong, EngineAsleep, InvalidConfig, UnknownChunk
@@ -63,10 +64,11 @@ class ChunkStore:
     Names are looked up without a salt, as `warm` and `create` give them by default; the methods take `salt`.
     """
 
-    def __init__(self, engine: Engine, encoder: PromptEncoder, off_reason: str = "") -> None:
+    def __init__(self, engine: Engine, encoder: PromptEncoder, config: ChunkCacheConfig, off_reason: str = "") -> None:
         """Wraps the chunks of an engine; `off_reason` says why it caches none, if so."""
         self._engine = engine
         self._encoder = encoder
+        self._config = config
         self._off_reason = off_reason
         self._warmed = _WarmedPrompts()
 
@@ -113,7 +115,7 @@ class ChunkStore:
             system: the system prompt it sees, as in the prompts that use it.
             position_offset: bake the keys at this place; the strategy is then `absolute`.
             priority: how much it should stay in a full cache, 0 to 1; None: 0.5, or as it is.
-            chunk_context: what it sees, "system" or "none", instead of the configured one; prompts must say the same.
+            chunk_context: what it sees, instead of the configured one; prompts must say the same.
             salt: tenant salt of the prompts that use it.
 
         Raises:
@@ -131,7 +133,9 @@ class ChunkStore:
                 f"{chunk.label} does not fit into one chunk and was split into {len(prompt.chunks)}; "
                 "raise max_chunk_tokens, or use warm, which returns one handle per part"
             )
-        return self._warm([prompt], "absolute" if position_offset is not None else None, chunk_context, None)[0]
+        if position_offset is not None:
+            return self._warm([prompt], "absolute", chunk_context, None)[0]
+        return self.warm([prompt], chunk_context=chunk_context)[0]
 
     def warm(
         self,
@@ -139,14 +143,13 @@ class ChunkStore:
         progress: Callable[[int, int], None] | None = None,
         *,
         chunk_context: ChunkContext | None = None,
-        with_places: bool = False,
     ) -> list[ChunkHandle]:
         """Computes all chunks of tokenized prompts, each on its own, so that they need not fit in memory together.
 
-        With `with_places`, each is computed for every place that changes its companions; its handle is that of the
-        first place.
+        Each is computed for every place that changes its companions; its handle is that of the first place.
         """
         handles = list[ChunkHandle]()
+        with_places = (chunk_context or self._config.context_in()) == "companions"
         singles = [single for prompt in prompts for single in prompt.singles(with_places=with_places)]
         for single, handle in zip(singles, self._warm(singles, None, chunk_context, progress), strict=True):
             handles += [] if single.place else [handle]

@@ -30,6 +30,7 @@ from kvmosaic.assembly import (
     profile_place,
     prompts_of,
     read_tools,
+    usual_context,
 )
 from kvmosaic.attention import AttentionBackend, BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
@@ -184,9 +185,7 @@ class LLM:
         if is_profiles_adapter and used.profile is None and isinstance(self.model, LoadedModel):
             self.model = replace(self.model, adapters={})  # it stays in memory, and no prompt is computed by it
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
-        if not self.model.is_movable and not self.chunk_cache_config.says("preamble"):
-            # after the rest of a system text, documents would be read elsewhere than they are computed
-            self.chunk_cache_config = replace(self.chunk_cache_config, preamble="all")
+        self._keep_unsaid()
         self.attention = choose_attention(self.model, attention_backend)
         backend = self.attention.backend
         self.engine_facts = EngineFacts.of(self.model, self.attention.name)
@@ -209,10 +208,19 @@ class LLM:
             max_positions=self.engine.max_positions,
         )
         self.encoder = encoder if self.has_chunk_cache else encoder.joining()
-        self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_off_reason)
+        self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_config, self.chunk_cache_off_reason)
         self._default_sampling = default_sampling(self.model.generation_settings)
         tokenizer = self.model.tokenizer
         self.tool_calling = ToolCalling(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""), tool_format)
+
+    def _keep_unsaid(self) -> None:
+        """Sets what the caller did not say and this model needs otherwise than most."""
+        kept: dict[str, Any] = {"preamble": "all", "chunk_context": "system"}
+        if self.model.is_movable:
+            kept = {"chunk_context": "system"} if usual_context(self.model) == "system" else {}
+        # otherwise, after the rest of a system text or companions, documents would be read elsewhere than computed
+        unsaid = {name: value for name, value in kept.items() if not self.chunk_cache_config.says(name)}
+        self.chunk_cache_config = replace(self.chunk_cache_config, **unsaid)
 
     @property
     def has_chunk_cache(self) -> bool:
@@ -493,8 +501,7 @@ class LLM:
         options: dict[str, Any] = how | ({} if read is None else {"tools": read.for_template()})
         encoder, context = self.encoder.beside(companions), context_with(companions, chunk_context)
         prompts = [encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
-        with_places = (context or self.chunk_cache_config.chunk_context) == "companions"
-        return self.chunks.warm(prompts, progress, chunk_context=context, with_places=with_places)
+        return self.chunks.warm(prompts, progress, chunk_context=context)
 
     def plan(
         self,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def fields(result: Result) -> dict:
 
 
 def fill(model: Path, url: str, **options: object) -> None:
-    config = TierConfig(chunk_tier=(url,), **options)
-    with LLM(str(model), tier_config=config, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
+    tiers, cache = TierConfig(chunk_tier=(url,), **options), ChunkCacheConfig(chunk_context="system")  # one copy each
+    with LLM(str(model), tier_config=tiers, chunk_cache_config=replace(cache, chunk_cache_size="8MiB")) as llm:
         llm.warm([{"id": name, "text": text} for name, text in TEXTS.items()], system=SYSTEM)
 
 

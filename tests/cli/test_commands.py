@@ -42,7 +42,7 @@ def test_run_prints_one_json_object_per_line(tiny_model: Path) -> None:
 
 
 def test_sequential_documents_are_moved(tiny_model: Path, notes: Path) -> None:
-    options = ("--position-strategy", "sequential", "--max-tokens", "1", "--json")
+    options = ("--position-strategy", "sequential", "--chunk-context", "system", "--max-tokens", "1", "--json")
     segments = json.loads(run("run", tiny_model, "--documents", notes, "-q", "Where?", *options).stdout)["reuse"][
         "segments"
     ]
@@ -64,11 +64,12 @@ def test_other_separators_split_the_prompt(tiny_model: Path) -> None:
 
 
 def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, notes: Path) -> None:
-    options = ("--system", "Answer.", "--position-strategy", "sequential")
-    result = run("plan", tiny_model, "--documents", notes, "-q", "Where?", *options)
+    asked = ("plan", tiny_model, "--documents", notes, "-q", "Where?", "--system", "Answer.")
+    result = run(*asked, "--position-strategy", "sequential", "--chunk-context", "system")
     assert result.exit_code == 0, result.output
     assert re.search(r"^kiln +34 +7 +36 +\+29 +12 KiB +compute", result.stdout, re.MULTILINE)  # 3 blocks of 16 tokens
     assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
+    assert re.search(r"^companion +679 +7 +.* compute", run(*asked).stdout, re.MULTILINE), "by default"
 
 
 def test_plan_says_that_documents_that_are_alike_are_read_in_full(tiny_model: Path, tmp_path: Path) -> None:
@@ -218,7 +219,8 @@ def test_tables_on_60_columns_keep_their_numbers_whole(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     (notes / "ferry.txt").rename(notes / "a very long name for the ferry to Oak Island.txt")
-    asked = ("--documents", notes, "-q", "Where?", "--position-strategy", "sequential") if command == "plan" else ()
+    how = ("--position-strategy", "sequential", "--chunk-context", "system")
+    asked = ("--documents", notes, "-q", "Where?", *how) if command == "plan" else ()
     result = run(command, tiny_model, *asked)
     assert all(len(line) <= 60 for line in result.stdout.splitlines())
     if command == "plan":

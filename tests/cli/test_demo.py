@@ -16,7 +16,8 @@ def test_demo_shows_answers_moves_times_and_statistics(
     tiny_model: Path, notes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     visits = (Visit("Where?", ("ferry", "kiln")), Visit("Who?", ("mill", "kiln", "ferry")))
-    run_demo(ModelOptions(str(tiny_model), {"position_strategy": "sequential"}), notes, visits)
+    how = {"position_strategy": "sequential", "chunk_context": "system"}
+    run_demo(ModelOptions(str(tiny_model), how), notes, visits)
     output = " ".join(capsys.readouterr().out.split())
     assert "Q Where?" in output and "Q Who?" in output
     assert re.search(r"= system \+ mill → kiln → ferry \+ question", output)

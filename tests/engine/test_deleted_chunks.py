@@ -13,6 +13,7 @@ from support.loaded import random_prompt
 from support.tiers import TroubledTier
 
 from kvmosaic.chunks import ChunkStore
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine import Engine
 from kvmosaic.errors import UnknownChunk
 from kvmosaic.model import LoadedModel
@@ -47,7 +48,7 @@ def named(prompt: Prompt, salt: str = "") -> Prompt:
 
 
 def store_of(engine: Engine) -> ChunkStore:
-    return ChunkStore(engine, PromptEncoder.__new__(PromptEncoder))
+    return ChunkStore(engine, PromptEncoder.__new__(PromptEncoder), ChunkCacheConfig())
 
 
 @pytest.mark.parametrize("has_left", [False, True])

@@ -23,7 +23,7 @@ from kvmosaic.tuned_settings import PROFILE_NAME, Goal, Profile, ProfileChoice, 
 
 SMALL = EngineConfig(request_cache_size="1MiB")
 FIELDS = ("position_strategy", "chunk_context", "repair")
-DEFAULTS = ("auto", "system", DEFAULT_REPAIR)
+DEFAULTS = ("auto", "companions", DEFAULT_REPAIR)
 MEASURED = ("sequential", "none", "query(0.15)")
 
 

@@ -35,8 +35,13 @@ class LessonOptions:
         ),
     ] = "sequential"
     context: Annotated[
-        str, typer.Option("--chunk-context", metavar="NAME", help="What documents saw: system, companions or none.")
-    ] = "system"
+        str | None,
+        typer.Option(
+            "--chunk-context",
+            metavar="NAME",
+            help="What documents saw: system, companions or none. Default: as served.",
+        ),
+    ] = None
     prompt_documents: Annotated[
         str,
         typer.Option(metavar="NUMBERS", help="Documents of a prompt, drawn from these numbers, parted by commas."),
@@ -95,6 +100,7 @@ def adapt_command(
     """
     from kvmosaic.adapt.run import Adapting, adapt
     from kvmosaic.adapt.trainer import AdaptSettings
+    from kvmosaic.assembly import usual_context
     from kvmosaic.eval.cases import parts_of
 
     settings = AdaptSettings(
@@ -103,7 +109,7 @@ def adapt_command(
         learning_rate=update.learning_rate,
         steps=update.steps,
         strategies=parts_of("--strategies", lessons.strategies),
-        context=lessons.context,  # type: ignore[arg-type]  # checked there
+        context=lessons.context or usual_context(model),  # type: ignore[arg-type]  # checked there
         num_documents=_numbers("--prompt-documents", lessons.prompt_documents),
         questions=lessons.questions_per_lesson,
         sampled_answers=lessons.sampled_answers,

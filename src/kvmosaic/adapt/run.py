@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvmosaic.adapt.corpus import Corpus, invented_questions
 from kvmosaic.adapt.trainer import AdaptSettings, Evaluated, Trained, Trainer
-from kvmosaic.assembly import BUNDLED_READER, bundled_reader
+from kvmosaic.assembly import BUNDLED_READER, bundled_reader, usual_context
 from kvmosaic.bench.plots import can_plot
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
@@ -65,7 +65,9 @@ def adapt(adapting: Adapting) -> bool:
         f"{end}: divergence {first.divergence:.4f} -> {best.divergence:.4f}, equal greedy tokens "
         f"{first.agreement:.1%} -> {best.agreement:.1%}, {best.seconds / 60:.1f} minutes of processor time"
     )
-    console.print(f"adapter in {adapting.output}: kvmosaic serve {adapting.model} --adapter {adapting.output}")
+    context = adapting.settings.context
+    said = "" if context == usual_context(adapting.model) else f" --chunk-context {context}"
+    console.print(f"adapter in {adapting.output}: kvmosaic serve {adapting.model} --adapter {adapting.output}{said}")
     if can_plot():
         from kvmosaic.adapt.plot import save_plot
 

@@ -10,7 +10,7 @@ from kvmosaic.cache.block_pool import BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
-from kvmosaic.cache.groups import BlockCount, SharedStart
+from kvmosaic.cache.groups import BlockCount, SharedStart, Twin
 from kvmosaic.cache.keys import Key, KeyChain
 from kvmosaic.cache.plan import Action, CacheHit, Plan, SpanPlan, is_closed
 from kvmosaic.cache.prefix_cache import PrefixCache
@@ -18,7 +18,6 @@ from kvmosaic.cache.prefix_entry import PrefixEntry
 from kvmosaic.cache.statistics import Counters
 from kvmosaic.cache.tenants import TenantAccount
 from kvmosaic.errors import ChunkCacheFull, OutOfBlocks, QuotaExceeded, QuotaInUse, RequestTooLarge
-from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 
 
@@ -314,7 +313,8 @@ class Allocator:
         self, plan: Plan, span: SpanPlan, here: CacheHit, held: dict[Key, Chunk], again: bool
     ) -> SpanAllocation:
         chunk = held.get(span.key)
-        is_owner, has_twin, was_evicted = chunk is None, False, False
+        is_owner, was_evicted = chunk is None, False
+        twin: Twin = ""
         if chunk is None:
             was_evicted = self._chunks.was_evicted(span.key)
             start, shared = plan.layout.spans[span.index].start, None
@@ -327,9 +327,9 @@ class Allocator:
             )
             self._chunks.acquire(chunk)
             held[span.key] = chunk
-            if _sees_only_system(plan.layout, span.index):
-                has_twin = self._chunks.same_text.has_ready(plan.tenant, plan.salt, span.tokens)
-                self._chunks.same_text.add(chunk)
+            if (system := _system_seen(plan, span.index)) is not None:
+                twin = self._chunks.same_text.twin(plan.tenant, plan.salt, span.tokens, system)
+                self._chunks.same_text.add(chunk, system)
         else:
             chunk.hits += not again
         if is_owner or not again:
@@ -349,7 +349,7 @@ class Allocator:
             bytearray(),
             chunk=chunk,
             is_owner=is_owner,
-            has_twin=has_twin,
+            twin=twin,
             was_evicted=was_evicted,
             awaited_start=is_owner and chunk.lacks_start,
         )
@@ -386,7 +386,9 @@ def _held(here: CacheHit) -> list[PrefixEntry]:
     return here.entries if here.source is None else [*here.entries, here.source]
 
 
-def _sees_only_system(layout: Layout, index: int) -> bool:
-    """Whether what a chunk saw, and where it starts, is determined by the system text alone."""
-    seen = (layout.spans[view.span].segment.kind for view in layout.spans[index].views)
-    return not layout.rules.takes_offsets and all(kind is SegmentKind.SYSTEM for kind in seen)
+def _system_seen(plan: Plan, index: int) -> Key | None:
+    """Key of the system text that a chunk saw, empty without one; None: it saw other chunks, or has its own place."""
+    seen = [view.span for view in plan.layout.spans[index].views]
+    if plan.layout.rules.takes_offsets or any(plan.spans[span].is_chunk for span in seen):
+        return None
+    return next((plan.spans[span].identity for span in seen if plan.spans[span].kind is SegmentKind.SYSTEM), Key(b""))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy, BlockTable
 from kvmosaic.cache.chunk import Chunk
+from kvmosaic.cache.groups import Twin
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
 from kvmosaic.cache.prefix_cache import PrefixCache
@@ -37,8 +38,8 @@ class SpanAllocation:
     chunk: Chunk | None = None
     is_owner: bool = False
     """Chunks: this span must compute it."""
-    has_twin: bool = False
-    """Owned chunks: when allocated, equal tokens were ready after another system text of this tenant and salt."""
+    twin: Twin = ""
+    """Owned chunks: when allocated, equal tokens of this tenant and salt were ready after other texts."""
     was_evicted: bool = False
     """Owned chunks: it was cached before, and evicted."""
     awaited_start: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.chunk import Chunk
@@ -63,30 +63,40 @@ class Groups(Generic[PlaceT, MemberT]):
         return () if present is None else (present,)
 
 
+Twin = Literal["", "other_system_text", "other_companions"]
+"""What the same text was computed after, where that differs; empty: it is not cached."""
+
+
 class SameTextIndex:
-    """Tells, when a chunk misses, whether it is cached after another system text.
+    """Tells, when a chunk misses, whether it is cached after another system text, or after other companions.
 
     Such a miss is easily overlooked: a document warmed without the system text of the later requests is recomputed.
-    Only chunks that saw nothing but the system text are indexed; a lookup hashes the tokens once.
+    Only chunks that saw no other chunk are indexed; a lookup hashes the tokens once.
     """
 
     def __init__(self) -> None:
         self._chunks: Groups[tuple[str, str, bytes], Chunk] = Groups()
+        self._systems: dict[Chunk, Key] = {}
 
     def __len__(self) -> int:
         return sum(len(self._chunks.members(place)) for place in self._chunks)
 
-    def add(self, chunk: Chunk) -> None:
-        """Indexes a chunk that lookups can find."""
+    def add(self, chunk: Chunk, system: Key) -> None:
+        """Indexes a chunk that lookups can find; `system` is the key of the system text that it saw."""
         self._chunks.add((chunk.tenant, chunk.salt, chunk.tokens), chunk)
+        self._systems[chunk] = system
 
     def discard(self, chunk: Chunk) -> None:
         """Removes a chunk; safe for an absent one."""
         self._chunks.discard((chunk.tenant, chunk.salt, chunk.tokens), chunk)
+        self._systems.pop(chunk, None)
 
-    def has_ready(self, tenant: str, salt: str, tokens: bytes) -> bool:
-        """Whether a chunk of these tokens is complete; ask after a miss."""
-        return any(chunk.is_ready for chunk in self._chunks.members((tenant, salt, tokens)))
+    def twin(self, tenant: str, salt: str, tokens: bytes, system: Key) -> Twin:
+        """What a complete chunk of these tokens saw instead; ask after a miss."""
+        systems = {self._systems[chunk] for chunk in self._chunks.members((tenant, salt, tokens)) if chunk.is_ready}
+        if system in systems:
+            return "other_companions"
+        return "other_system_text" if systems else ""
 
     def check_invariants(self, present: Mapping[Key, Chunk]) -> None:
         """Checks that exactly the chunks that lookups find are indexed, each in its place."""
@@ -96,6 +106,7 @@ class SameTextIndex:
             for chunk in chunks:
                 assert present.get(chunk.key) is chunk
                 assert (chunk.tenant, chunk.salt, chunk.tokens) == place
+        assert len(self._systems) == len(self)
 
 
 class HasStart(Protocol):

@@ -111,6 +111,7 @@ class Plan:
                 span.action,
             )
             for span in self.spans
+            if not span.is_left_out
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         is_number = (True, False, False, True, True, True, False)

@@ -10,7 +10,7 @@ from kvmosaic.config.setting import Unset, parse_bytes, setting, validate_settin
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.eviction import POLICIES, EvictionPolicy, choose
 from kvmosaic.layout import ChunkContext
-from kvmosaic.layout.strategies import describe_strategies, strategy_names
+from kvmosaic.layout.strategies import AUTO, describe_strategies, strategy_named, strategy_names
 from kvmosaic.prompt.companions import BUNDLED, read_companions
 from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_find_documents
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
@@ -19,7 +19,7 @@ from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 
 _AUTO: Any = Unset("auto")
-_SYSTEM: Any = Unset("system")
+_COMPANIONS: Any = Unset("companions")
 _REPAIR: Any = Unset(DEFAULT_REPAIR)
 AUTO_SIZE = "auto"
 """The `chunk_cache_size` that is chosen by the free memory."""
@@ -99,8 +99,8 @@ class ChunkCacheConfig:
         "positions, else the second (auto).",
     )
     chunk_context: ChunkContext = _cache(
-        _SYSTEM,
-        unset="as the model's profile says, or system",
+        _COMPANIONS,
+        unset="as the model's profile says, or companions where documents are one after the other, else system",
         help="What a document saw when it was computed: the system text, that and as many `companions` as there are "
         "documents before it, or nothing.",
     )
@@ -173,6 +173,17 @@ class ChunkCacheConfig:
         An unset value may come from the model or its profile.
         """
         return not isinstance(getattr(self, name), Unset)
+
+    def context_in(self, strategy: str | None = None) -> ChunkContext:
+        """What documents saw in positions of this strategy (None: the configured one).
+
+        Where nothing is set, documents have met companions only if they stand one after the other.
+        """
+        strategy = strategy or self.position_strategy
+        if self.says("chunk_context") or strategy == AUTO:
+            return self.chunk_context
+        rules = strategy_named(strategy)
+        return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
     @property
     def capacity_bytes(self) -> int | None:

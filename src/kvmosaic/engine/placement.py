@@ -178,12 +178,12 @@ class Placer:
             InvalidSampling: the window exceeds the max position.
             NotMovable: it moves documents and the model does not allow that.
         """
-        strategy, context = strategy or self._config.position_strategy, context or self._config.chunk_context
-        model, max_positions = self._model, self.max_positions
+        strategy, model, max_positions = strategy or self._config.position_strategy, self._model, self.max_positions
         adapter = adapter_of(prompt, model.adapters)
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
+        context = context or self._config.context_in(strategy)
         if context == "companions":
             prompt = _with_kin(prompt)
         if chunks_only:  # texts are computed with the request

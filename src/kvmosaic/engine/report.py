@@ -118,7 +118,7 @@ def _miss(allocated: SpanAllocation, num_reused: int) -> MissReason | None:
         return None
     if allocated.was_evicted:
         return "evicted"
-    return "other_system_text" if allocated.has_twin else "never_seen"
+    return allocated.twin or "never_seen"
 
 
 def _kept_note(num_reused: int, span: Span, allocated: SpanAllocation) -> str:
@@ -135,8 +135,8 @@ def _note(allocated: SpanAllocation, allocation: Allocation, tier_name: str | No
         return f"loaded from {tier_name}, {codec}" if codec else f"loaded from {tier_name}"
     if codec:
         return f"stored as {codec}"
-    if allocated.has_twin:
-        return "cached after another system text"
+    if allocated.twin:
+        return f"cached {'after another system text' if allocated.twin == 'other_system_text' else 'for another place'}"
     if allocated.action != "wait":
         return ""
     here = any(other.is_owner and other.chunk is allocated.chunk for other in allocation.spans)

@@ -29,12 +29,7 @@ Strategies = Annotated[
         metavar="NAMES", help=f"Positions of documents: {', '.join(strategy_names(offsets=False))}; parted by commas."
     ),
 ]
-Contexts = Annotated[
-    str,
-    typer.Option(
-        metavar="NAMES", help="What documents saw when they were computed: system, companions, none, parted by commas."
-    ),
-]
+SAW = "What documents saw when they were computed: system, companions, none, parted by commas."
 Resume = Annotated[
     Path | None,
     typer.Option(
@@ -151,7 +146,9 @@ def eval_command(
         ),
     ] = "none,first(8),query(0.15),full",
     strategies: Strategies = ALL_STRATEGIES,
-    contexts: Contexts = "system",
+    contexts: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"{SAW} Default: companions; system for the bundled reader.")
+    ] = None,
     cases: Annotated[int | None, typer.Option(min=1, max=100_000, help=CASES_HELP.format("16"))] = None,
     capacity: Capacity = "1GiB",
     resume: Resume = None,
@@ -164,6 +161,7 @@ def eval_command(
 
     kvmosaic eval reader --tasks two-hop,story --repair "none,first(8),query(0.05),query(0.15)" --cases 100 -o results
     """
+    from kvmosaic.assembly import usual_context
     from kvmosaic.eval.cases import parts_of
     from kvmosaic.eval.tasks import USUAL_TASKS
     from kvmosaic.eval.variants import OTHER_ORDER, variants
@@ -172,7 +170,7 @@ def eval_command(
     full, *others = variants(
         parts_of("--repair", repair),
         parts_of("--strategies", strategies),
-        parts_of("--contexts", contexts),
+        parts_of("--contexts", contexts or usual_context(model.model)),
         model.adapter_names,
     )
     found = asked.cases(tasks, _learned(USUAL_TASKS, model.model), cases)
@@ -272,7 +270,7 @@ def tune_command(
         typer.Option(metavar="POLICIES", help="What is tried, parted by commas; see kvmosaic eval. Default: a ladder."),
     ] = None,
     strategies: Strategies = ALL_STRATEGIES,
-    contexts: Contexts = "system,companions",
+    contexts: Annotated[str, typer.Option(metavar="NAMES", help=SAW)] = "system,companions",
     cases: Annotated[int | None, typer.Option(min=1, max=100_000, help=CASES_HELP.format("64"))] = None,
     capacity: Capacity = "1GiB",
     resume: Resume = None,

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-MissReason = Literal["never_seen", "evicted", "other_system_text", "changed_text", "white_space", "counter"]
+MissReason = Literal[
+    "never_seen", "evicted", "other_system_text", "other_companions", "changed_text", "white_space", "counter"
+]
 """Why a document was not found in the cache.
 
 never_seen          no request of this tenant brought it before, as far as is known
 evicted             it was cached, and left the cache to make room
 other_system_text   it is cached after another system text
+other_companions    it is cached after other companions: as it is computed for another place in a prompt
 changed_text        the document of this name had another text
 white_space         a document was seen that differs in white space only
 counter             a document was seen that differs in its numbers only

@@ -259,7 +259,7 @@ class _Launch:
         llm, settings = services.llm, self._settings
         config = llm.chunk_cache_config
         room = _room(llm, services.documents)
-        cache = f"{room}, {config.position_strategy} positions, documents saw: {config.chunk_context}"
+        cache = f"{room}, {config.position_strategy} positions, documents saw: {config.context_in()}"
         self._say(f"model      {', '.join(settings.model_names)} ({llm.engine_facts.device})")
         self._say(f"engine     {llm.engine_facts}")
         if llm.model.weights_note:

@@ -13,6 +13,7 @@ from kvmosaic.console.model_options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import MAX_ROWS, Badge, Strip, bars_of
 from kvmosaic.console.text import ends, shrinking, size_text
+from kvmosaic.prompt import SegmentKind
 
 
 def show_plans(opening: ModelOptions, asking: PromptSource) -> None:
@@ -47,6 +48,7 @@ def plan_strip(plan: Plan) -> Strip:
         [
             bar
             for span in spans
+            if not span.is_left_out
             for bar in bars_of(span.name or span.kind, span.num_reused, span.num_to_compute, span.distance)
         ]
     )
@@ -67,15 +69,17 @@ def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: 
     for heading in ("tokens", "computed\nat", *([] if is_narrow else ["seen\nat"]), "moved\nby", "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan")
-    shown = ends(plan.spans, MAX_ROWS)
+    spans = [span for span in plan.spans if not span.is_left_out]
+    shown = ends(spans, MAX_ROWS)
     for span in shown:
-        if span is shown[-1] and len(shown) < len(plan.spans):
-            table.add_row(f"… {len(plan.spans) - len(shown):,} more", style="dim")
+        if span is shown[-1] and len(shown) < len(spans):
+            table.add_row(f"… {len(spans) - len(shown):,} more", style="dim")
+        seen_at = "" if span.kind is SegmentKind.COMPANION else f"{plan.layout.position_of(span.index):,}"
         table.add_row(
             shrinking(span.name or span.kind),
             f"{span.num_tokens:,}",
             f"{plan.layout.spans[span.index].start:,}",
-            *([] if is_narrow else [f"{plan.layout.position_of(span.index):,}"]),
+            *([] if is_narrow else [seen_at]),
             f"{span.distance:+,}" if span.distance else "",
             size_text(blocks_of(span, block_size) * block_size * bytes_per_token),
             _field(span),

@@ -162,5 +162,5 @@ def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: st
         preamble=job.preamble,
         find_documents=job.find_documents,
     )
-    context = job.chunk_context or llm.chunk_cache_config.chunk_context
+    context = job.chunk_context or llm.chunk_cache_config.context_in()
     return [replace(single, tenant=tenant) for single in prompt.singles(with_places=context == "companions")]
