@@ -464,6 +464,7 @@ def test_databases_and_prefixes_are_apart(server: RedisServer) -> None:
         ("redis://h?prefix=*", "letters"),
         ("redis://h?prefix=", "letters"),
         ("redis://h?colour=red", "no option 'colour'"),
+        ("redis://h?part=2MiB&part=1MiB", "given twice"),
         ("unix://", "needs its path"),
         ("http://h", "scheme"),
         ("redis://" + "h" * 5000, "characters"),

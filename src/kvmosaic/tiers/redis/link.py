@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from kvmosaic.errors import InvalidConfig, TierFull, TierUnavailable
-from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import Deadline
 
 try:

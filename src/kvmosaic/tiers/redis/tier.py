@@ -27,7 +27,7 @@ from kvmosaic.tiers.redis.link import (
     size_and_moment,
 )
 from kvmosaic.tiers.redis.parts import Parts, slices
-from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
     MAX_KEY_BYTES,
