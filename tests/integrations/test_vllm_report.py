@@ -52,6 +52,13 @@ def test_of_a_prompt_that_was_asked_before_all_that_the_prefix_cache_had_is_reus
     assert "documents did not see the system prompt" in told["composition"]
 
 
+def test_documents_are_compared_unless_they_are_known_to_differ() -> None:
+    layout = Composition(2, (12, 12)).layout([1, 2, *range(10, 22), *range(10, 21), 30, 3, 4])
+    for is_apart in (False, True):
+        told = ComposedReport(layout, 0, (CACHED, CACHED), is_apart=is_apart).to_json()
+        assert ("may be mixed up" in told["composition"]) != is_apart
+
+
 def test_repaired_tokens_count_as_computed() -> None:
     shape = Composition(system=2, chunks=(4, 8), chunk_context="none", repair=4)
     first, second = report_of(shape, 20, (CACHED, CACHED)).to_json()["documents"]

@@ -316,30 +316,6 @@ def test_where_files_cannot_be_locked_drafts_are_dead_when_they_are_old(tmp_path
     assert [path.exists() for path in drafts] == [True, False]
 
 
-def test_drafts_of_others_count_and_are_not_fed_with_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = tmp_path / "place"
-    draft = draft_in_new(place, 200)
-    tier = DiskTier(place, QUOTA)
-    for key in KEYS:
-        assert tier.put_many({key: entry_of(key, 200)}, Deadline()) == {key}
-    assert tier.stat().num_bytes == 800  # and the draft
-    draft.write_bytes(bytes(300))
-    list(tier.scan(Deadline()))
-    for _ in range(3):
-        assert tier.put_many({KEYS[0]: entry_of(KEYS[0], 200)}, Deadline()) == set()
-    assert tier.stat().num_bytes == 800, "entries leave for drafts"
-    [message] = [record.message for record in caplog.records]
-    assert "others are writing 300 bytes, and the quota is 1,000" in message and "raise the quota" in message
-    draft.unlink()
-    assert tier.put_many({KEYS[0]: entry_of(KEYS[0], 200)}, Deadline()) == {KEYS[0]}
-    assert tier.stat().num_bytes == QUOTA
-
-
-def draft_in_new(place: Path, num_bytes: int) -> Path:
-    DiskTier(place, QUOTA).close()
-    return draft_in(place, KEYS[0], OTHER_HOST, num_bytes)
-
-
 def test_an_entry_and_its_draft_are_never_more_than_the_quota(tmp_path: Path) -> None:
     place, most = tmp_path / "place", 0
 

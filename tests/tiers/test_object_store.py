@@ -291,6 +291,7 @@ list(tier.scan(Deadline(10)))
         ("s3://key:secret@bucket", "environment"),
         ("s3://bucket?quota=5GiB", "no quota; set lifecycle rules"),
         ("s3://bucket?colour=red", "no option 'colour'"),
+        ("s3://bucket?region=a&region=b", "given twice"),
         ("s3://bucket?concurrency=0", "1 to 256"),
         ("s3://bucket?concurrency=1.5", "whole number"),
         ("s3://bucket?timeout=0", "0.01 to 600"),

@@ -81,10 +81,10 @@ def test_a_connection_cut_anywhere_gives_an_error_or_the_entry(wire: Wire, at_by
     assert tier.get_many([KEY], Deadline(10)) == {KEY: entry}
 
 
-def test_a_write_that_is_cut_is_never_seen_and_gives_its_room_back(server: RedisServer, wire: Wire) -> None:
+def test_a_write_that_is_cut_is_never_seen_and_leaves_no_parts(server: RedisServer, wire: Wire) -> None:
     tier = open_tier(wire, "&quota=3MiB")
     watcher = open_tier(server, "&quota=3MiB")
-    for cut_after in range(0, 200, 7):  # replies are short: this is anywhere from RESERVE to COMMIT
+    for cut_after in range(0, 200, 7):  # replies are short: this is anywhere up to COMMIT
         wire.cut_after = cut_after
         try:
             tier.put_many({KEY: entry_of(KEY, 2 * MIB)}, Deadline(10))
@@ -94,12 +94,10 @@ def test_a_write_that_is_cut_is_never_seen_and_gives_its_room_back(server: Redis
     wire.cut_after = None
     assert tier.put_many({KEYS[1]: entry_of(KEYS[1], 3 * MIB)}, Deadline(10)) == {KEYS[1]}
     with server.client() as client:
-        assert client.zcard("kvmosaic:staged") == 0
-        assert client.hget("kvmosaic:sizes", "staged") == b"0"
         assert sum(client.strlen(name) for name in client.scan_iter("kvmosaic:{*}:*")) == 3 * MIB
 
 
-def test_a_writer_that_dies_holds_its_room_for_a_while_only(
+def test_parts_of_a_writer_that_dies_expire_and_are_in_nobodys_way(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmosaic.tiers.redis.tier._UNFINISHED_SECONDS", 0)
@@ -109,17 +107,10 @@ def test_a_writer_that_dies_holds_its_room_for_a_while_only(
         tier.put_many({KEY: bytes(MIB)}, Deadline(100))
     monkeypatch.undo()
     other = open_tier(server, "&quota=1MiB")
-    assert other.put_many({KEYS[1]: bytes(MIB)}, Deadline(50)) == set()  # promised to the one that died
+    assert other.put_many({KEYS[1]: bytes(MIB)}, Deadline(50)) == {KEYS[1]}
     with server.client() as client:
-        [(group, until)] = client.zrange("kvmosaic:staged", 0, -1, withscores=True)
         parts = list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
         assert len(parts) == 16 and all(0 < client.ttl(part) <= 100 for part in parts)
-        assert until <= client.time()[0] + 100
-        for part in parts:
-            client.pexpire(part, 0)  # as if these seconds had passed
-        client.zadd("kvmosaic:staged", {group: client.time()[0]})
-        assert other.put_many({KEYS[1]: bytes(MIB)}, Deadline(50)) == {KEYS[1]}
-        assert not list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
 
 
 @pytest.mark.parametrize("has_connection", [True, False])
@@ -239,7 +230,7 @@ def test_no_memory_left_is_full_and_leaves_nothing_behind(server: RedisServer, q
         assert tier.get_many(KEYS, Deadline(10)) == {KEY: entry}
         assert tier.delete_many([KEY], Deadline(10)) == {KEY}
         if quota:
-            assert client.hmget("kvmosaic:sizes", "bytes", "staged") == [b"0", b"0"]
+            assert client.hget("kvmosaic:sizes", "bytes") == b"0"
     assert tier.put_many({KEYS[1]: entry_of(KEYS[1], MIB)}, Deadline(10)) == {KEYS[1]}
 
 
@@ -266,7 +257,6 @@ def test_no_memory_left_is_full_even_if_the_server_cannot_be_told_to_clean_up(
         assert list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*")), "parts that nobody will ever read"
         assert tier.put_many({KEYS[1]: entry_of(KEYS[1], MIB // 4)}, Deadline(10)) == {KEYS[1]}
         assert not list(client.scan_iter(f"kvmosaic:{{{KEY.hex()}}}*"))
-        assert client.hget("kvmosaic:sizes", "staged") == (b"0" if quota else None)
 
 
 def test_redis_that_evicts_by_itself_means_misses_only(server: RedisServer) -> None:
@@ -347,9 +337,8 @@ def test_clients_that_share_a_quota_under_load_keep_exact_books(server: RedisSer
     def watch() -> None:
         with server.client() as client:
             while not is_over.is_set():
-                counted, staged = (int(n or 0) for n in client.hmget("kvmosaic:sizes", "bytes", "staged"))
-                if counted + staged > quota or counted < 0 or staged < 0:
-                    problems.append(f"{counted} bytes and {staged} promised")
+                if not 0 <= (counted := int(client.hget("kvmosaic:sizes", "bytes") or 0)) <= quota:
+                    problems.append(f"{counted} bytes")
 
     def walk(number: int) -> None:
         choose, tier = random.Random(number), tiers[number % 2]
@@ -374,7 +363,6 @@ def test_clients_that_share_a_quota_under_load_keep_exact_books(server: RedisSer
     with server.client() as client:
         assert int(client.hget("kvmosaic:sizes", "bytes")) == sum(sizes.values())
         assert client.zcard("kvmosaic:used") == len(sizes)
-        assert client.zcard("kvmosaic:staged") == int(client.hget("kvmosaic:sizes", "staged")) == 0
         parts = sum(client.strlen(name) for name in client.scan_iter("kvmosaic:{*}:*"))
         assert parts == sum(sizes.values())  # nothing is left of what was replaced or evicted
         assert all(client.ttl(name) == -1 for name in client.scan_iter("kvmosaic:{*}:*"))
@@ -464,6 +452,7 @@ def test_databases_and_prefixes_are_apart(server: RedisServer) -> None:
         ("redis://h?prefix=*", "letters"),
         ("redis://h?prefix=", "letters"),
         ("redis://h?colour=red", "no option 'colour'"),
+        ("redis://h?part=2MiB&part=1MiB", "given twice"),
         ("unix://", "needs its path"),
         ("http://h", "scheme"),
         ("redis://" + "h" * 5000, "characters"),

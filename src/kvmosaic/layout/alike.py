@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 TokenIds = Sequence[int]
@@ -54,8 +55,9 @@ class _Form:
         self._start = frozenset(pairwise(ids[:_COMPARED]))
 
     def is_like(self, other: _Form) -> bool:
-        return _have_in_common(self._start, other._start) and _have_in_common(self._end(), other._end())
+        return _have_in_common(self._start, other._start) and _have_in_common(self._end, other._end)
 
+    @cached_property
     def _end(self) -> frozenset[tuple[int, int]]:
         return frozenset(pairwise(self._ids[-_COMPARED:]))
 

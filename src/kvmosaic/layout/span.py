@@ -158,6 +158,11 @@ class Layout:
         return sum(span.num_tokens for span in self.spans if not span.is_repair and not span.is_companion)
 
     @property
+    def chunk_token_ids(self) -> list[tuple[int, ...]]:
+        """The tokens of each chunk, in prompt order."""
+        return [span.token_ids for span in self.spans if span.is_chunk]
+
+    @property
     def repair(self) -> int | None:
         """Index of the span of repaired tokens, if there is one."""
         return next((index for index, span in enumerate(self.spans) if span.is_repair), None)

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import InvalidConfig, TierError
-from kvmosaic.eviction import choose
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.host import Allocate, HostTier
-from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.settings import (
+    DISK,
+    HOST,
+    MAX_URL_CHARACTERS,
+    OBJECT_SCHEMES,
+    REDIS_SCHEMES,
+    RedisSettings,
+    read_options,
+)
 from kvmosaic.tiers.tier import Deadline, Tier
 
-MAX_URL_CHARACTERS = 4096
-REDIS_SCHEMES = ("redis", "rediss", "unix")
-OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
 EXAMPLES = "host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://localhost:6379/0 or s3://bucket/prefix"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,15}):(.*)", re.DOTALL)
-_HOST_OPTIONS = ("eviction",)
-_DISK_OPTIONS = ("quota", "durable", "eviction")
-_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _GREETING_SECONDS = 0.5
 _NO_KEY = Key(bytes(32))
 
@@ -121,35 +122,23 @@ def _host(rest: str) -> TierSpec:
     text, mark, query = rest.partition("?")
     if rest.startswith("/"):
         raise InvalidConfig(f"a host tier is not at a place ({rest[:64]!r}); write a size, host:4GiB, or disk:FOLDER")
-    options = _options("host", query, _HOST_OPTIONS) if mark else {}
+    options = read_options("a host tier", query, HOST)
     if mark and not options:
         raise InvalidConfig("a host tier has no option after its '?'; write host:4GiB or host:4GiB?eviction=lfu")
-    return TierSpec("host", "", parse_bytes(text), eviction=_eviction(options), url=f"host:{rest}")
+    return TierSpec("host", "", parse_bytes(text), url=f"host:{rest}", **options)
 
 
 def _disk(rest: str) -> TierSpec:
-    folder, mark, query = rest.partition("?")
+    folder, _, query = rest.partition("?")
     if folder.startswith("//") and not folder.startswith("///"):
         raise InvalidConfig("disk:// names a machine; a folder has one slash: disk:/var/cache/kvmosaic?quota=100GiB")
     folder = unquote(folder.removeprefix("//"))
     if not folder:
         raise InvalidConfig("a disk tier needs a folder: disk:/var/cache/kvmosaic?quota=100GiB")
-    options = _options("disk", query, _DISK_OPTIONS) if mark else {}
-    if "quota" not in options:
+    options = read_options("a disk tier", query, DISK)
+    if "quota_bytes" not in options:
         raise InvalidConfig(f"a disk tier needs a quota: disk:{folder[:200]}?quota=100GiB")
-    durable = options.get("durable", "yes").lower()
-    if durable not in _SWITCH:
-        raise InvalidConfig(f"durable is {options['durable'][:64]!r}; write yes or no")
-    return TierSpec(
-        "disk", _home(folder), parse_bytes(options["quota"]), _SWITCH[durable], _eviction(options), f"disk:{rest}"
-    )
-
-
-def _eviction(options: Mapping[str, str]) -> str:
-    """The name of the eviction policy, `lru` by default."""
-    name = options.get("eviction", "lru")
-    choose(name[:64])
-    return name
+    return TierSpec("disk", _home(folder), url=f"disk:{rest}", **options)
 
 
 def _check_object_place(kind: str, rest: str) -> None:
@@ -167,21 +156,6 @@ def _home(folder: str) -> str:
         return str(Path(folder).expanduser())
     except RuntimeError as error:
         raise InvalidConfig(f"{folder[:200]!r}: there is no such home folder; write the whole path") from error
-
-
-def _options(kind: str, query: str, known: tuple[str, ...]) -> Mapping[str, str]:
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True, max_num_fields=32)
-    except ValueError:
-        raise InvalidConfig(f"the options of a {kind} tier cannot be read; write ?name=value&name=value") from None
-    options: dict[str, str] = {}
-    for name, value in pairs:
-        if name not in known:
-            raise InvalidConfig(f"a {kind} tier has no option {name[:64]!r}; it has {', '.join(known)}")
-        if name in options:
-            raise InvalidConfig(f"the option {name} of a {kind} tier is given twice")
-        options[name] = value
-    return options
 
 
 def _without_secrets(kind: str, rest: str) -> str:

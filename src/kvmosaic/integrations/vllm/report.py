@@ -75,6 +75,8 @@ class ComposedReport:
     """Format in eight bits in which copies are kept, so that keys that were moved are rounded again; empty: none."""
     max_positions: int | None = None
     """Positions that the model was trained for, if known."""
+    is_apart: bool = False
+    """Whether its documents are known not to be alike; if not, they are compared."""
 
     def __post_init__(self) -> None:
         if self.is_composed:
@@ -171,7 +173,7 @@ class ComposedReport:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        is_alike = alike_pair([span.token_ids for span in self.layout.spans if span.is_chunk])
+        is_alike = not self.is_apart and alike_pair(self.layout.chunk_token_ids)
         meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if is_alike else "")
         if self.repair:
             meaning += f"; the first {self.repair} tokens of each document see everything before them"

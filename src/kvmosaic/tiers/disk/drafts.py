@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from kvmosaic.tiers.disk.files import FileSystem, draft_name, host_of, this_host
+from kvmosaic.tiers.disk.files import RealFiles, draft_name, host_of, this_host
 from kvmosaic.tiers.tier import Deadline
 
 STALE_SECONDS = 600
@@ -15,14 +15,6 @@ _PIECE = 2**24
 """Bytes written between two deadline checks."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _OPEN = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFile:
-    """A complete, open file, locked until it is renamed to its entry or removed."""
-
-    name: str
-    fd: int
 
 
 class DraftFiles:
@@ -36,66 +28,59 @@ class DraftFiles:
     all of them. A locked draft is never stale.
     """
 
-    def __init__(self, files: FileSystem, *, durable: bool) -> None:
+    def __init__(self, files: RealFiles, *, durable: bool) -> None:
         self._files = files
         self._durable = durable
         self._host = this_host()
         self._own: set[str] = set()
-        """Names of drafts in progress in this process."""
+        """Names of drafts in progress in this process: another of its threads must not take one for stale."""
 
-    def write(self, subject: str, entry: memoryview, moment: int, folder: int, deadline: Deadline) -> DraftFile | None:
-        """Writes a draft of an entry; None if the deadline passed.
+    @contextlib.contextmanager
+    def write(
+        self, subject: str, name: str, entry: memoryview, moment: int, folder: int, deadline: Deadline
+    ) -> Iterator[Callable[[], None] | None]:
+        """Writes a draft of an entry; yields what renames it to `name`, atomically, or None if the deadline passed.
+
+        A draft that was not renamed is removed at the end, if possible.
 
         Raises:
-            OSError: it cannot be written; the file is removed.
+            OSError: it cannot be written.
         """
-        name = draft_name(subject, self._host)
-        self._own.add(name)
-        fd = None
+        draft, fd, is_placed = draft_name(subject, self._host), None, False
+
+        def place() -> None:
+            nonlocal is_placed
+            self._files.rename(draft, name, folder=folder, new_folder=folder)
+            is_placed = True
+
+        self._own.add(draft)
         try:
-            fd = self._files.open(name, _CREATE, folder=folder)
-            draft = DraftFile(name, fd)
-            if self._claim(fd) and self._fill(fd, entry, moment, deadline):
-                return draft
-        except BaseException:
-            self._end(name, fd, folder)
-            raise
-        self._end(name, fd, folder)
-        return None
+            fd = self._files.open(draft, _CREATE, folder=folder)
+            yield place if self._claim(fd) and self._fill(fd, entry, moment, deadline) else None
+        finally:
+            if not is_placed:
+                self._remove(draft, folder)
+            self._own.discard(draft)
+            if fd is not None:
+                self._close(fd)
 
-    def place(self, draft: DraftFile, name: str, folder: int) -> None:
-        """Renames a draft to its entry, atomically.
-
-        Raises:
-            OSError: it is still a draft; `discard` it.
-        """
-        self._files.rename(draft.name, name, folder=folder, new_folder=folder)
-        self._let_go(draft.name, draft.fd)
-
-    def discard(self, draft: DraftFile, folder: int | None) -> None:
-        """Removes a draft, if possible; None: its folder cannot be opened."""
-        self._end(draft.name, draft.fd, folder)
-
-    def is_own(self, name: str) -> bool:
-        """Whether a draft is in progress in this process."""
-        return name in self._own
-
-    def collect(self, name: str, age_seconds: float, folder: int) -> bool:
-        """Removes a stale draft; returns whether it is gone."""
+    def collect(self, name: str, age_seconds: float, folder: int) -> None:
+        """Removes a draft if it is stale."""
         is_old = age_seconds > STALE_SECONDS
-        if not is_old and (not self._host or host_of(name) != self._host):
-            return False
+        if name in self._own or (not is_old and (not self._host or host_of(name) != self._host)):
+            return
         try:
             fd = self._files.open(name, _OPEN, folder=folder)
-        except FileNotFoundError:
-            return True
         except OSError:  # no permission to open it, so its lock cannot be checked
-            return is_old and self._remove(name, folder)
+            if is_old:
+                self._remove(name, folder)
+            return
         try:
             is_left = is_old
             with contextlib.suppress(OSError):
                 is_left = self._files.lock(fd)
-            return is_left and self._remove(name, folder)  # before the lock ends: a writer that comes late sees it
+            if is_left:
+                self._remove(name, folder)  # before the lock ends: a writer that comes late sees it
         finally:
             self._close(fd)
 
@@ -120,24 +105,9 @@ class DraftFiles:
         self._files.flush(fd)
         return True
 
-    def _end(self, name: str, fd: int | None, folder: int | None) -> None:
-        if folder is not None:
-            self._remove(name, folder)
-        self._let_go(name, fd)
-
-    def _let_go(self, name: str, fd: int | None) -> None:
-        self._own.discard(name)
-        if fd is not None:
-            self._close(fd)
-
-    def _remove(self, name: str, folder: int) -> bool:
-        try:
+    def _remove(self, name: str, folder: int) -> None:
+        with contextlib.suppress(OSError):
             self._files.remove(name, folder=folder)
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return True
 
     def _close(self, fd: int) -> None:
         with contextlib.suppress(OSError):

@@ -11,105 +11,44 @@ import secrets
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tiers.tier import MAX_KEY_BYTES
 
 
-class FileSystem(Protocol):
-    """File operations of the disk tier; tests substitute a failing one.
+class RealFiles:
+    """The operating system's file calls; tests substitute failing ones.
 
     Every call raises `OSError`, like its counterpart in `os`. Names are relative to the open folder `folder`, an fd.
     """
 
     def open(self, path: str, flags: int, *, folder: int | None = None) -> int:
         """An fd for this process only. New files are readable by their owner only."""
-        ...
-
-    def close(self, fd: int) -> None:
-        """Closes the fd, also if it raises."""
-        ...
-
-    def read(self, fd: int, num_bytes: int) -> bytes:
-        """At most `num_bytes` bytes; none at the end of the file."""
-        ...
-
-    def write(self, fd: int, data: memoryview) -> int:
-        """Writes; returns the number of bytes written."""
-        ...
-
-    def sync(self, fd: int) -> None:
-        """Waits until a file or folder would survive a power failure."""
-        ...
-
-    def flush(self, fd: int) -> None:
-        """Raises what closing a written file would: some systems write no earlier. The fd stays open."""
-        ...
-
-    def lock(self, fd: int) -> bool:
-        """Locks the file exclusively until it is closed or the process dies; returns whether it did; never waits."""
-        ...
-
-    def facts(self, fd: int) -> os.stat_result:
-        """`fstat` of an open file."""
-        ...
-
-    def facts_of(self, name: str, *, folder: int) -> os.stat_result:
-        """`lstat` of a file; does not follow links."""
-        ...
-
-    def names(self, folder: int) -> list[str]:
-        """Names of the files in a folder."""
-        ...
-
-    def rename(self, name: str, new_name: str, *, folder: int, new_folder: int) -> None:
-        """Renames a file atomically; replaces an existing file."""
-        ...
-
-    def remove(self, name: str, *, folder: int) -> None:
-        """Removes a file."""
-        ...
-
-    def make_folder(self, path: str) -> None:
-        """Makes a folder that only its owner can enter."""
-        ...
-
-    def set_time(self, file: int | str, moment: int, *, folder: int | None = None) -> None:
-        """Sets the modification time in nanoseconds since the epoch: of an open file, or by name."""
-        ...
-
-
-class RealFiles:
-    """The operating system's file calls."""
-
-    def open(self, path: str, flags: int, *, folder: int | None = None) -> int:
-        """See `FileSystem.open`."""
         return os.open(path, flags, 0o600, dir_fd=folder)
 
     def close(self, fd: int) -> None:
-        """See `FileSystem.close`."""
+        """Closes the fd, also if it raises."""
         os.close(fd)
 
     def read(self, fd: int, num_bytes: int) -> bytes:
-        """See `FileSystem.read`."""
+        """At most `num_bytes` bytes; none at the end of the file."""
         return os.read(fd, num_bytes)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """See `FileSystem.write`."""
+        """Writes; returns the number of bytes written."""
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
-        """See `FileSystem.sync`."""
+        """Waits until a file or folder would survive a power failure."""
         os.fsync(fd)
 
     def flush(self, fd: int) -> None:
-        """See `FileSystem.flush`."""
+        """Raises what closing a written file would: some systems write no earlier. The fd stays open."""
         os.close(os.dup(fd))
 
     def lock(self, fd: int) -> bool:
-        """See `FileSystem.lock`."""
+        """Locks the file exclusively until it is closed or the process dies; returns whether it did; never waits."""
         import fcntl  # not on every system on which this module is imported
 
         try:
@@ -119,31 +58,31 @@ class RealFiles:
         return True
 
     def facts(self, fd: int) -> os.stat_result:
-        """See `FileSystem.facts`."""
+        """`fstat` of an open file."""
         return os.fstat(fd)
 
     def facts_of(self, name: str, *, folder: int) -> os.stat_result:
-        """See `FileSystem.facts_of`."""
+        """`lstat` of a file; does not follow links."""
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def names(self, folder: int) -> list[str]:
-        """See `FileSystem.names`."""
+        """Names of the files in a folder."""
         return os.listdir(folder)
 
     def rename(self, name: str, new_name: str, *, folder: int, new_folder: int) -> None:
-        """See `FileSystem.rename`."""
+        """Renames a file atomically; replaces an existing file."""
         os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder)
 
     def remove(self, name: str, *, folder: int) -> None:
-        """See `FileSystem.remove`."""
+        """Removes a file."""
         os.unlink(name, dir_fd=folder)
 
     def make_folder(self, path: str) -> None:
-        """See `FileSystem.make_folder`."""
+        """Makes a folder that only its owner can enter."""
         Path(path).mkdir(0o700)
 
     def set_time(self, file: int | str, moment: int, *, folder: int | None = None) -> None:
-        """See `FileSystem.set_time`."""
+        """Sets the modification time in nanoseconds since the epoch: of an open file, or by name."""
         if isinstance(file, int):
             os.utime(file, ns=(moment, moment))
         else:
@@ -229,7 +168,7 @@ def is_ours(name: str) -> bool:
     return name in SHARDS or name in (MARKER, QUARANTINE) or is_draft(name)
 
 
-def prepare(path: str, files: FileSystem) -> None:
+def prepare(path: str, files: RealFiles) -> None:
     """Claims a folder: a new one, an empty one, or one claimed already.
 
     Raises:
@@ -258,7 +197,7 @@ def prepare(path: str, files: FileSystem) -> None:
             files.close(fd)
 
 
-def _open(path: str, files: FileSystem) -> int:
+def _open(path: str, files: RealFiles) -> int:
     flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
     try:
         return files.open(path, flags)
@@ -274,7 +213,7 @@ def _open(path: str, files: FileSystem) -> int:
         return files.open(path, flags)
 
 
-def _check(path: str, folder: int, files: FileSystem) -> None:
+def _check(path: str, folder: int, files: RealFiles) -> None:
     fd = files.open(MARKER, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), folder=folder)
     try:
         text = files.read(fd, _MAX_MARKER_BYTES)
@@ -292,7 +231,7 @@ def _check(path: str, folder: int, files: FileSystem) -> None:
         )
 
 
-def _mark(folder: int, files: FileSystem) -> None:
+def _mark(folder: int, files: RealFiles) -> None:
     name = draft_name("kvmosaic-tier")
     try:
         fd = files.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder=folder)

@@ -6,18 +6,18 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierUnavailable
-from kvmosaic.tiers.disk.drafts import DraftFile, DraftFiles
+from kvmosaic.tiers.disk.drafts import DraftFiles
 from kvmosaic.tiers.disk.files import (
     MARKER,
     QUARANTINE,
     SHARDS,
-    FileSystem,
+    RealFiles,
     aside_name,
     entry_name,
     is_draft,
@@ -50,8 +50,6 @@ class Shard:
     """Contents of one of the entry folders."""
 
     entries: dict[Key, FileFacts]
-    draft_bytes: int
-    """Bytes of drafts of other writers, as far as known."""
     blocked: tuple[Key, ...]
     """Keys whose file name is taken by a folder."""
 
@@ -61,7 +59,7 @@ class EntryFolder:
 
         <folder>/.kvmosaic-tier.json                    marks the folder as ours, with its version
         <folder>/<2 hex>/<key hex>.safetensors          an entry: complete, never modified
-        <folder>/<2 hex>/.<key hex>.….partial           a draft: an entry that is being written; see `Drafts`
+        <folder>/<2 hex>/.<key hex>.….partial           a draft: an entry that is being written; see `DraftFiles`
         <folder>/quarantine/<key hex>.<time>.safetensors
 
     An entry is written as a draft, which is then renamed atomically. So a reader always gets a whole entry, also if it
@@ -71,7 +69,7 @@ class EntryFolder:
     `OSError`; a missing file is no error.
     """
 
-    def __init__(self, path: Path, files: FileSystem, *, durable: bool) -> None:
+    def __init__(self, path: Path, files: RealFiles, *, durable: bool) -> None:
         """Claims the folder if it is new or empty. See `prepare` for what is rejected."""
         self.top = str(path)
         """The folder."""
@@ -80,23 +78,20 @@ class EntryFolder:
         self._drafts = DraftFiles(files, durable=durable)
         prepare(self.top, files)
 
-    def draft(self, key: Key, entry: memoryview, moment: int, deadline: Deadline) -> DraftFile | None:
-        """Writes an entry as a draft; None if the deadline passed. `place` or `discard` it."""
-        with self._inside(shard_of(key), make=True) as folder:
-            return self._drafts.write(key.hex(), entry, moment, folder, deadline)
+    @contextlib.contextmanager
+    def draft(
+        self, key: Key, entry: memoryview, moment: int, deadline: Deadline
+    ) -> Iterator[Callable[[], None] | None]:
+        """Writes an entry as a draft; yields what renames it to the entry of its key; None if the deadline passed.
 
-    def place(self, key: Key, draft: DraftFile) -> None:
-        """Renames a draft to the entry of its key; raises IsADirectoryError where a folder has its name."""
-        with self._inside(shard_of(key)) as folder:
-            self._drafts.place(draft, entry_name(key), folder)
-
-    def discard(self, key: Key, draft: DraftFile) -> None:
-        """Removes a draft, if possible."""
-        try:
-            with self._inside(shard_of(key)) as folder:
-                self._drafts.discard(draft, folder)
-        except OSError:
-            self._drafts.discard(draft, None)
+        Renaming raises IsADirectoryError where a folder has its name.
+        """
+        name = entry_name(key)
+        with (
+            self._inside(shard_of(key), make=True) as folder,
+            self._drafts.write(key.hex(), name, entry, moment, folder, deadline) as place,
+        ):
+            yield place
 
     def path(self, key: Key) -> str:
         """The file of an entry, present or not."""
@@ -185,11 +180,10 @@ class EntryFolder:
         """Lists one of the `SHARDS`; removes stale drafts of dead writers."""
         found: dict[Key, FileFacts] = {}
         blocked: list[Key] = []
-        draft_bytes = 0
         with _absence_allowed(), self._inside(shard) as folder:
             for name in self._files.names(folder):
                 key = key_of(name, shard)
-                if key is None and (not is_draft(name) or self._drafts.is_own(name)):
+                if key is None and not is_draft(name):
                     continue
                 try:
                     facts = self._files.facts_of(name, folder=folder)
@@ -201,9 +195,9 @@ class EntryFolder:
                     continue
                 if key is not None:
                     found[key] = FileFacts(facts.st_size, facts.st_mtime_ns)
-                elif not self._drafts.collect(name, abs(now - facts.st_mtime_ns) / 1e9, folder):
-                    draft_bytes += facts.st_size
-        return Shard(found, draft_bytes, tuple(blocked))
+                else:
+                    self._drafts.collect(name, abs(now - facts.st_mtime_ns) / 1e9, folder)
+        return Shard(found, tuple(blocked))
 
     @contextlib.contextmanager
     def _inside(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -266,10 +260,6 @@ class EntryFolder:
             return None
         return FileFacts(facts.st_size, facts.st_mtime_ns) if stat.S_ISREG(facts.st_mode) else None
 
-    def _discard(self, name: str, folder: int) -> None:
-        with contextlib.suppress(OSError):
-            self._files.remove(name, folder=folder)
-
     def _trim(self, aside: int, max_files: int, max_entry_bytes: int) -> None:
         num_files = num_bytes = 0
         for _, name in sorted(
@@ -282,7 +272,8 @@ class EntryFolder:
             num_files += 1
             num_bytes += facts.num_bytes
             if num_files > max_files or num_bytes > max_entry_bytes:
-                self._discard(name, aside)
+                with contextlib.suppress(OSError):
+                    self._files.remove(name, folder=aside)
 
 
 @contextlib.contextmanager

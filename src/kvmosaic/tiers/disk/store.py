@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,8 +24,6 @@ _UNSEEN = 1 / 16
 """Share of the quota that a process writes at most before it lists the folder again."""
 _ASIDE = 1 / 16
 """Share of the quota that the quarantine may take on top of it."""
-_DRAFTS = 1 / 4
-"""Share of the quota for drafts of other processes; above it nothing is written, rather than more entries evicted."""
 
 
 class DiskStore:
@@ -37,13 +36,12 @@ class DiskStore:
     that they remove are misses. Before an entry is evicted, its file tells its last use, by any process.
 
     Other processes: each enforces the quota by its own index, and lists the folder again before it has written more
-    than a sixteenth of the quota since the last listing. With N of them, entries and drafts take at most 1 + N / 16
-    times the quota, and what they have begun to write since they last listed. All should have the same quota; otherwise
-    the smallest applies.
+    than a sixteenth of the quota since the last listing. With N of them, entries take at most 1 + N / 16 times the
+    quota, and their drafts come on top. All should have the same quota; otherwise the smallest applies.
 
-    Drafts count: space is reserved before one is written, and where that is not enough to keep an earlier
-    version of the entry meanwhile, that version is evicted first. Drafts of other writers count as of the last listing,
-    which removes stale ones. An entry larger than the quota is removed when it is seen.
+    Drafts of this process count: space is reserved before one is written, and where that is not enough to keep an
+    earlier version of the entry meanwhile, that version is evicted first. A listing removes stale drafts of other
+    writers. An entry larger than the quota is removed when it is seen.
 
     Reading, writing and waiting for the disk happen outside the lock; renaming, removing and listing one shard
     inside. So the index is exact for entries that only this process writes.
@@ -66,13 +64,11 @@ class DiskStore:
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._index = EntryIndex(clock, eviction)
-        self._unseen_bytes = 0
-        self._must_look = True
+        self._unseen_bytes = math.inf
+        """Bytes written since the last listing."""
         self._to_see: dict[str, list[Key]] = {}
         self._staged_bytes = 0
         """Bytes of drafts in progress in this process."""
-        self._draft_bytes: dict[str, int] = {}
-        """Bytes of drafts of other processes, by shard, where there are any."""
         self._notices = Notices(logger)
 
     @property
@@ -99,23 +95,21 @@ class DiskStore:
             now = self._index.now()
             if not self._reserve(key, num_bytes, now, deadline):
                 return False
-        draft, is_placed = None, False
+        is_placed = False
         try:
-            draft = self._folder.draft(key, entry, now, deadline)
+            with self._folder.draft(key, entry, now, deadline) as place, self._lock:
+                if place is not None and self._make_room(key, 0, deadline):
+                    place()
+                    is_placed = True
+                    self._staged_bytes -= num_bytes
+                    self._index.add(key, num_bytes, now)
+                    self._unseen_bytes += num_bytes
+        except IsADirectoryError:
+            self._note_blocked(key)
         finally:
-            with self._lock:
-                self._staged_bytes -= num_bytes
-                try:
-                    if draft is not None and self._make_room(key, num_bytes, deadline):
-                        self._folder.place(key, draft)
-                        is_placed = True
-                        self._index.add(key, num_bytes, now)
-                        self._unseen_bytes += num_bytes
-                except IsADirectoryError:
-                    self._note_blocked(key)
-                finally:
-                    if draft is not None and not is_placed:
-                        self._folder.discard(key, draft)
+            if not is_placed:
+                with self._lock:
+                    self._staged_bytes -= num_bytes
         self._tally.count(puts=is_placed, put_bytes=num_bytes * is_placed)
         return is_placed
 
@@ -192,14 +186,10 @@ class DiskStore:
         if not self._looking.acquire(blocking=False):
             return True
         try:
-            with self._lock:
-                is_time = self._must_look or self._unseen_bytes + num_bytes > self._quota * _UNSEEN
-                if is_time and not self._to_see:
-                    self._unseen_bytes = 0
-                    self._must_look = True  # until it is done, also if it fails
-            if is_time and not self._to_see:
+            if not self._to_see and self._unseen_bytes + num_bytes > self._quota * _UNSEEN:
                 self._to_see = self.shards()
-                self._must_look = False
+                with self._lock:
+                    self._unseen_bytes = 0
             while self._to_see:
                 if deadline.has_passed:
                     return False
@@ -216,34 +206,25 @@ class DiskStore:
             known: dict[str, list[Key]] = {}
             for key in self._index:
                 known.setdefault(shard_of(key), []).append(key)
-            drafts = set(self._draft_bytes)
-        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys() | drafts)}
+        return {shard: known.get(shard, []) for shard in sorted(self._folder.shards() | known.keys())}
 
     def look_into(self, shard: str, known: Iterable[Key]) -> dict[Key, FileFacts]:
         """Lists a shard; drops keys in `known` that are still in the index, but have no file any more."""
         with self._lock:
-            found = self._list(shard)
+            found = self._folder.look_into(shard, self._clock())
+            for key in found.blocked:
+                self._note_blocked(key)
             for key in known:
-                if key not in found:
+                if key not in found.entries:
                     self._index.drop(key)
-            for key, facts in found.items():
+            for key, facts in found.entries.items():
                 self._write_down(key, facts)
-        return found
+        return found.entries
 
     def check_invariants(self) -> None:
         """Asserts the class invariants; for tests."""
         with self._lock:
             self._index.check_invariants()
-
-    def _list(self, shard: str) -> dict[Key, FileFacts]:
-        """The remaining entries of a shard; records drafts of other processes in it."""
-        found = self._folder.look_into(shard, self._clock())
-        self._draft_bytes.pop(shard, None)
-        if found.draft_bytes:
-            self._draft_bytes[shard] = found.draft_bytes
-        for key in found.blocked:
-            self._note_blocked(key)
-        return found.entries
 
     def _reserve(self, key: Key, num_bytes: int, now: int, deadline: Deadline) -> bool:
         """Reserves space for a draft; False if there is none, or it timed out."""
@@ -256,30 +237,14 @@ class DiskStore:
         self._staged_bytes += num_bytes
         return True
 
-    def _taken(self, key: Key | None) -> float:
-        """Bytes of drafts and of entries, without the one to be replaced."""
-        replaced = self._index.size(key) if key else 0
-        drafts = min(sum(self._draft_bytes.values()), self._quota * _DRAFTS)
-        return self._index.num_bytes - replaced + self._staged_bytes + drafts
+    def _taken(self, key: Key | None) -> int:
+        """Bytes of drafts of this process and of entries, without the one to be replaced."""
+        return self._index.num_bytes - (self._index.size(key) if key else 0) + self._staged_bytes
 
     def _make_room(self, key: Key | None, num_bytes: int, deadline: Deadline) -> bool:
         """Evicts entries until so many bytes fit in place of the key's entry; False if that is not possible."""
-        reprieves, has_listed = len(self._index), False
+        reprieves = len(self._index)
         while self._taken(key) + num_bytes > self._quota:
-            if self._draft_bytes and not has_listed:  # their writers may be done, or dead
-                has_listed = True
-                for shard in list(self._draft_bytes):
-                    self._list(shard)
-                continue
-            drafts = sum(self._draft_bytes.values())
-            if num_bytes and drafts > self._quota * _DRAFTS:
-                self._notices.warn(
-                    "drafts",
-                    f"{self._folder.top}: others are writing {drafts:,} bytes, and the quota is "
-                    f"{self._quota:,}: nothing is written until they are done; what a dead writer of another host has "
-                    "left goes ten minutes after its last write; raise the quota if they are alive",
-                )
-                return False
             victim = self._index.first()
             if deadline.has_passed or victim is None:
                 return False
@@ -295,8 +260,7 @@ class DiskStore:
 
     def _refresh(self, key: Key) -> bool:
         """Updates the index from an entry's file; returns whether it exists."""
-        facts = self._folder.facts(key)
-        return self._write_down(key, facts)
+        return self._write_down(key, self._folder.facts(key))
 
     def _write_down(self, key: Key, facts: FileFacts | None) -> bool:
         line = self._index.get(key)

@@ -14,7 +14,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.eviction import EvictionPolicy
-from kvmosaic.tiers.disk.files import FileSystem, RealFiles
+from kvmosaic.tiers.disk.files import RealFiles
 from kvmosaic.tiers.disk.folder import EntryFolder
 from kvmosaic.tiers.disk.store import DiskStore
 from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat
@@ -50,7 +50,7 @@ class DiskTier:
         *,
         durable: bool = True,
         eviction: str | EvictionPolicy = "lru",
-        files: FileSystem | None = None,
+        files: RealFiles | None = None,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
         """Opens the folder.

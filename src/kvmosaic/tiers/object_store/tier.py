@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.object_store.settings import ObjectSettings
+from kvmosaic.tiers.settings import ObjectSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
     MAX_KEY_BYTES,

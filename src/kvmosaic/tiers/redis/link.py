@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from kvmosaic.errors import InvalidConfig, TierFull, TierUnavailable
-from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import Deadline
 
 try:
@@ -90,18 +90,6 @@ class _Waiting:
         return _WaitingSocket(super()._connect(), self._waits)  # type: ignore[misc]  # of the class it is mixed into
 
 
-class _WaitingConnection(_Waiting, Connection):  # type: ignore[misc]
-    pass
-
-
-class _WaitingTlsConnection(_Waiting, SSLConnection):  # type: ignore[misc]
-    pass
-
-
-class _WaitingUnixConnection(_Waiting, UnixDomainSocketConnection):  # type: ignore[misc]
-    pass
-
-
 class Session:
     """One borrowed connection."""
 
@@ -137,15 +125,15 @@ class RedisLink:
         options |= {"socket_read_size": _RECEIVE_BYTES, "max_connections": settings.max_connections}
         if settings.password:
             options |= {"username": settings.username or None, "password": settings.password}
-        kind: type[Any] = _WaitingTlsConnection if settings.tls else _WaitingConnection
+        kind: type[Any] = SSLConnection if settings.tls else Connection
         if settings.path:
-            kind = _WaitingUnixConnection
+            kind = UnixDomainSocketConnection
             options["path"] = settings.path
         else:
             options |= {"host": settings.host, "port": settings.port}
         if settings.tls and settings.ca_file:
             options["ssl_ca_certs"] = settings.ca_file
-        self._pool = ConnectionPool(connection_class=kind, **options)
+        self._pool = ConnectionPool(connection_class=type(f"Waiting{kind.__name__}", (_Waiting, kind), {}), **options)
 
     @contextlib.contextmanager
     def session(self, deadline: Deadline) -> Iterator[Session]:

@@ -30,10 +30,6 @@ class Parts:
         self.key = key
         self.entry_id = key.hex()
         self.write = write
-        self.group = write
-        """Group whose reservation it uses: the first of the writes that reserve space together."""
-        self.is_last = True
-        """Whether it is the last write of its group."""
         self.num_bytes = num_bytes
         self.part_bytes = part_bytes
         self.num_parts = max(1, math.ceil(num_bytes / part_bytes))

@@ -3,14 +3,11 @@
     <prefix>:{<id>}               "kvm1 <write> <bytes> <part bytes>": the manifest of an entry; id is the key in hex
     <prefix>:{<id>}:<write>:<i>   part i of the write `write`; expires unless its manifest is written
     <prefix>:used                 sorted set: id -> microsecond of the last use, no two alike   ┐
-    <prefix>:sizes                hash: id -> bytes; `bytes`, `staged`, `clock`; s:<group>      ├ only with a quota
-    <prefix>:staged               sorted set: group -> second at which its reservation expires   ┘
+    <prefix>:sizes                hash: id -> bytes; `bytes`, `clock`                           ┘ only with a quota
 
-With a quota, `bytes` is the sum of all entries and `staged` the space reserved by groups of writes in progress;
-`bytes + staged` never exceeds the quota after a step. A write that grows an entry takes space from its group's
-reservation, and one that shrinks it adds to it: others cannot take what the group still needs. Scripts may free memory
-when Redis has none left (`allow-oom`), so that no step stops half way; parts are written outside of them and are
-refused.
+With a quota, `bytes` is the sum of all entries, and never exceeds it after a step. Room is made before a write begins,
+and once more when it becomes the entry, since others may have written meanwhile. Scripts may free memory when Redis has
+none left (`allow-oom`), so that no step stops half way; parts are written outside of them and are refused.
 
 A part in progress has an expiry, which the step that writes its manifest removes. So a part without expiry that no
 manifest names belongs to an entry whose manifest was evicted, overwritten or removed: `COLLECT` removes it.
@@ -24,15 +21,13 @@ MAX_PARTS: Final = 2**16
 
 _SHARED = """
 local prefix = KEYS[1]
-local used, sizes, staged = prefix .. ':used', prefix .. ':sizes', prefix .. ':staged'
+local used, sizes = prefix .. ':used', prefix .. ':sizes'
 
 local function name(id) return prefix .. ':{' .. id .. '}' end
 local function part(id, write, i) return name(id) .. ':' .. write .. ':' .. i end
 local function number(field) return tonumber(redis.call('HGET', sizes, field) or 0) or 0 end
 local function add(field, n) redis.call('HINCRBY', sizes, field, n) end
 local function text_of(reply) if type(reply) == 'string' then return reply end return '' end
-
-local function second() return tonumber(redis.call('TIME')[1]) end
 
 local function moment()
   local time = redis.call('TIME')
@@ -101,40 +96,22 @@ local function whole(id)
   return nil
 end
 
--- changes the room that a group has; one whose time is over has none
-local function promise(group, room)
-  local before = redis.call('HGET', sizes, 's:' .. group)
-  if before then
-    redis.call('HSET', sizes, 's:' .. group, room)
-    add('staged', room - tonumber(before))
-  end
-end
-
-local function release(group)
-  promise(group, 0)
-  redis.call('HDEL', sizes, 's:' .. group)
-  redis.call('ZREM', staged, group)
-end
-
--- lets the least recently used leave, but none of `keep`, until no more than `limit` bytes are held or promised
-local function make_room(limit, keep, num_kept)
+-- removes the least recently used, but not `kept`, until no more than `limit` bytes are held; how many
+local function make_room(limit, kept)
   local gone = 0
-  while number('bytes') + number('staged') > limit do
-    local victim = nil
-    for _, id in ipairs(redis.call('ZRANGE', used, 0, num_kept)) do
-      if not keep[id] then victim = id break end
-    end
-    if not victim then
-      if redis.call('EXISTS', used) == 0 and redis.call('EXISTS', staged) == 0 then
-        redis.call('DEL', sizes)  -- Redis evicted a part of the books: start them again, `scan` fills them
-        return true, gone
-      end
-      return false, gone
+  while number('bytes') > limit do
+    local victims = redis.call('ZRANGE', used, 0, 1)
+    local victim = victims[1] ~= kept and victims[1] or victims[2]
+    if not victim then  -- Redis evicted a part of the books: start them again, `scan` fills them
+      local bytes = redis.call('HGET', sizes, kept)
+      redis.call('DEL', sizes)
+      if bytes then account(kept, tonumber(bytes)) end
+      break
     end
     drop(victim)
     gone = gone + 1
   end
-  return true, gone
+  return gone
 end
 
 local function totals() return number('bytes'), redis.call('ZCARD', used) end
@@ -144,50 +121,32 @@ _COMMON = "#!lua flags=allow-oom" + _SHARED
 _READING = "#!lua flags=no-writes" + _SHARED
 """Header of scripts that a server runs even if it accepts no writes now."""
 
-RESERVE: Final = (
+ROOM: Final = (
     _COMMON
     + """
--- group, quota, seconds, (id, bytes)...: promises room for all or none; 1 or 0, how many entries left, and by how many
--- bytes each write makes the sum larger: what makes it smaller must be written first
-local group, quota, seconds, keep, grows, sum = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), {}, {}, 0
-for _, late in ipairs(redis.call('ZRANGEBYSCORE', staged, '-inf', second())) do release(late) end
-for i = 4, #ARGV, 2 do
-  keep[ARGV[i]] = true
-  grows[#grows + 1] = tonumber(ARGV[i + 1]) - number(ARGV[i])
-  sum = sum + grows[#grows]
-end
-local room = math.max(0, sum)
-local has_room, gone = make_room(quota - room, keep, #grows)
-if not has_room then return {0, gone, grows, totals()} end
-redis.call('HSET', sizes, 's:' .. group, 0)
-promise(group, room)
-redis.call('ZADD', staged, second() + seconds, group)
-return {1, gone, grows, totals()}
+-- id, bytes, quota: makes room for a write that begins; how many others left
+local id, bytes, quota = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+return make_room(math.max(0, quota - bytes + number(id)), id)
 """
 )
 
 COMMIT: Final = (
     _COMMON
     + """
--- group, 1 if it is its last write, id, write, bytes, part bytes, quota or 0: makes what was written the entry; 1 or 0,
--- how many others left, bytes of the entry that was there or -1
-local group, is_last, id, write = ARGV[1], ARGV[2] == '1', ARGV[3], ARGV[4]
-local bytes, part_bytes, quota = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local count, counted = count_of(bytes, part_bytes), number(id)
+-- id, write, bytes, part bytes, quota or 0: makes what was written the entry; 1 or 0, how many others left, bytes of
+-- the entry that was there or -1
+local id, write = ARGV[1], ARGV[2]
+local bytes, part_bytes, quota = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local count = count_of(bytes, part_bytes)
 local is_stored, gone, before = is_whole(id, write, bytes, part_bytes), 0, -1
 if is_stored then
   before = drop(id)
   redis.call('SET', name(id), string.format('kvm1 %s %.0f %.0f', write, bytes, part_bytes))
   for i = 0, count - 1 do redis.call('PERSIST', part(id, write, i)) end
   if quota > 0 or redis.call('EXISTS', used) == 1 then account(id, bytes) end
-  promise(group, math.max(0, number('s:' .. group) - (bytes - counted)))
+  if quota > 0 then gone = make_room(quota, id) end
 else
   unlink_parts(id, write, count)
-end
-if is_last then release(group) end
-if is_stored and quota > 0 then
-  is_stored, gone = make_room(quota, {[id] = true}, 1)
-  if not is_stored then drop(id) end
 end
 return {is_stored and 1 or 0, gone, before, totals()}
 """
@@ -196,11 +155,8 @@ return {is_stored and 1 or 0, gone, before, totals()}
 CANCEL: Final = (
     _COMMON
     + """
--- (group, id, write, number of parts)...: gives back what unfinished writes hold
-for i = 1, #ARGV, 4 do
-  release(ARGV[i])
-  unlink_parts(ARGV[i + 1], ARGV[i + 2], math.min(tonumber(ARGV[i + 3]), MAX_PARTS))
-end
+-- (id, write, number of parts)...: removes the parts of unfinished writes
+for i = 1, #ARGV, 3 do unlink_parts(ARGV[i], ARGV[i + 1], math.min(tonumber(ARGV[i + 2]), MAX_PARTS)) end
 return {totals()}
 """.replace("MAX_PARTS", str(MAX_PARTS))
 )

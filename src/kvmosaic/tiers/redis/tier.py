@@ -27,7 +27,7 @@ from kvmosaic.tiers.redis.link import (
     size_and_moment,
 )
 from kvmosaic.tiers.redis.parts import Parts, slices
-from kvmosaic.tiers.redis.settings import RedisSettings
+from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
     MAX_KEY_BYTES,
@@ -55,10 +55,10 @@ _T = TypeVar("_T")
 class RedisTier:
     """Redis tier: entries in parts, with a manifest that is written last.
 
-        put:  RESERVE space ─▶ SET part 0, 1, … (with TTL) ─▶ COMMIT: all parts there? replace the manifest, keep them
+        put:  make ROOM ─▶ SET part 0, 1, … (with TTL) ─▶ COMMIT: all parts there? replace the manifest, keep them
         get:  LOOK: the manifest, if all parts are there; counts as a use ─▶ GET part 0, 1, …
 
-    An interrupted write is never visible, and its parts and its reservation expire; parts of entries whose manifest is
+    An interrupted write is never visible, and its parts expire; parts of entries whose manifest is
     gone are removed step by step, with every write. A server that accepts no writes is still read. A malformed reply is
     a miss, or a failed write. With a quota, our scripts count bytes and evict the least recently used entries; without,
     Redis' own `maxmemory-policy` decides, and an entry of which Redis evicted any part is a miss. A single server (or a
@@ -101,21 +101,22 @@ class RedisTier:
         def put(session: Session) -> None:
             self._cancel_unfinished(session)
             self._collect(session)
-            waiting = {write.key: write for write in writes}
-            try:
-                for write in self._with_room(session, writes, deadline):
+            for write in writes:
+                try:
+                    if self._quota:
+                        gone = self._script(session, scripts.ROOM, write.entry_id, write.num_bytes, self._quota)
+                        self._tally.count(evictions=(integers([gone], 1) or [0])[0])
                     write.put(session, views[write.key], _seconds(deadline))
                     if self._commit(session, write):
                         stored.add(write.key)
-                    del waiting[write.key]
-            except BaseException:
-                self._unfinished.extend(waiting.values())
-                raise
+                except BaseException:
+                    self._unfinished.append(write)
+                    raise
 
         try:
             self._run(deadline, put)
         except TierFull:
-            with contextlib.suppress(TierUnavailable):  # a later write cancels the reservation
+            with contextlib.suppress(TierUnavailable):  # a later write removes the parts
                 self._run(Deadline(self.settings.pause_seconds), self._cancel_unfinished)
             raise
         return stored
@@ -225,48 +226,9 @@ class RedisTier:
         self._is_closed = True
         self._link.close()
 
-    def _with_room(self, session: Session, writes: list[Parts], deadline: Deadline) -> Iterator[Parts]:
-        """The writes for which there is space, in the order to do them; space for all at once if possible."""
-        if not self._quota:
-            yield from writes
-            return
-        if len(writes) <= _IDS_AT_ONCE and sum(write.num_bytes for write in writes) <= self._quota:
-            ordered = self._reserve(session, writes, deadline)
-            if ordered is not None:
-                yield from ordered
-                return
-        for write in writes:
-            yield from self._reserve(session, [write], deadline) or ()
-
-    def _reserve(self, session: Session, writes: list[Parts], deadline: Deadline) -> list[Parts] | None:
-        """Reserves space for a group of writes; returns them in the order to do them, or None if there is no space."""
-        if not writes:
-            return []
-        group = writes[0].write
-        arguments: list[str | int] = [group, self._quota, _seconds(deadline)]
-        for write in writes:
-            write.group = group
-            arguments += [write.entry_id, write.num_bytes]
-        reply = items(self._script(session, scripts.RESERVE, *arguments), 5)
-        answer, grows, totals = integers(list(reply[:2]), 2), integers(reply[2], len(writes)), reply[3:]
-        if answer is None or grows is None:
-            self._unfinished.extend(writes)  # it may have been reserved
-            return None
-        has_room, evicted = answer
-        self._tally.count(evictions=evicted)
-        self._settle(totals)
-        if not has_room:
-            return None
-        order = sorted(range(len(writes)), key=grows.__getitem__)
-        ordered = [writes[i] for i in order]
-        for write in ordered:
-            write.is_last = write is ordered[-1]
-        return ordered
-
     def _commit(self, session: Session, write: Parts) -> bool:
-        room = (write.group, int(write.is_last))
         parts = (write.entry_id, write.write, write.num_bytes, write.part_bytes)
-        answer = integers(self._script(session, scripts.COMMIT, *room, *parts, self._quota), 5)
+        answer = integers(self._script(session, scripts.COMMIT, *parts, self._quota), 5)
         if answer is None or answer[0] not in (0, 1):
             self._unfinished.append(write)  # stored or not, removing its parts is safe
             return False
@@ -285,7 +247,7 @@ class RedisTier:
             return
         arguments: list[str | int] = []
         for write in writes:
-            arguments += [write.group, write.entry_id, write.write, write.num_parts]
+            arguments += [write.entry_id, write.write, write.num_parts]
         try:
             self._settle(self._script(session, scripts.CANCEL, *arguments))
         except BaseException:  # done or not, a retry is safe

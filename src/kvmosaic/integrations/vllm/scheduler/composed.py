@@ -112,6 +112,7 @@ def report_of(composed: ComposedRequest, max_positions: int | None = None) -> Co
         copied=composed.copied,
         cache_format=composed.cache_format,
         max_positions=max_positions,
+        is_apart=composed.composition.leaves_repair_open,  # then they were compared when it arrived
     )
 
 

@@ -157,7 +157,7 @@ def request_trouble(
         return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
-    if composition.leaves_repair_open and alike_pair([span.token_ids for span in layout.spans if span.is_chunk]):
+    if composition.leaves_repair_open and alike_pair(layout.chunk_token_ids):
         return Bypass("alike", "documents are alike, so they are read in full; a repair, or none, lets them be reused")
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
         return Bypass("repair", reason)
