@@ -177,7 +177,7 @@ class ChunkCacheConfig:
     def context_in(self, strategy: str | None = None) -> ChunkContext:
         """What documents saw in positions of this strategy (None: the configured one).
 
-        Where nothing is set, documents have met companions only if they stand one after the other.
+        Where nothing is set, documents have met companions only where they are one after the other.
         """
         strategy = strategy or self.position_strategy
         if self.says("chunk_context") or strategy == AUTO:
