@@ -44,7 +44,7 @@ from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
 from kvmosaic.eval.text.similar_records import MAX_RECORDS
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.companions import PROSE
+from kvmosaic.prompt.paragraphs import paragraph_for
 
 ANSWER_TOKENS = 40
 MARK = "@@documents@@"
@@ -192,7 +192,7 @@ def records(task: Similar, prose: Sequence[str], seed: int, count: int, least: i
             "kind": tuple(document.text for document in rest[size - len(needed) :]),
             "others": tuple(document.text for document in other.documents),
             "prose": tuple(chance.sample(prose, MAX_RECORDS)),
-            "lead-in": (PROSE,),
+            "lead-in": (paragraph_for(document.text for document in documents),),
         }
         needs = tuple(documents.index(each) for each in needed)
         yield Asked(replace(case, documents=tuple(documents), needs=needs), pools)
@@ -207,7 +207,7 @@ def paragraphs(path: Path, seed: int, count: int, least: int, most: int) -> Iter
         for case in load(path, None, each, documents=size, seed=seed + size):
             used = {document.text for document in case.documents}
             others = tuple(chance.sample([text for text in texts if text not in used], MAX_RECORDS))
-            yield Asked(case, {"kind": others, "prose": others, "others": others, "lead-in": (PROSE,)})
+            yield Asked(case, {"kind": others, "prose": others, "others": others, "lead-in": (paragraph_for(others),)})
 
 
 def padded(asked: Asked, texts: Sequence[str], chance: Random, characters: int) -> Asked:

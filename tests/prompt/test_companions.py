@@ -11,7 +11,8 @@ from support.tokenizers import CHATML, READER, make_tokenizer
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import PromptEncoder
-from kvmosaic.prompt.companions import MAX_COMPANIONS, PROSE, read_companions
+from kvmosaic.prompt.companions import MAX_COMPANIONS, read_companions
+from kvmosaic.prompt.paragraphs import paragraph_for, paragraphs
 
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Who is the contact?"}]
 RECORDS = [f"Invoice 2088{number}: customer Halden Foods, amount 4,{number}10 euros." for number in range(6)]
@@ -30,7 +31,7 @@ def test_texts_come_from_a_request_a_file_or_the_package(tmp_path: Path) -> None
     file = tmp_path / "companions.txt"
     file.write_text(f"{RECORDS[0]}\n\n\n{RECORDS[1]}\nPaid.\n")
     assert read_companions(str(file)) == (RECORDS[0], f"{RECORDS[1]}\nPaid.")
-    assert read_companions(RECORDS[:3]) == tuple(RECORDS[:3]) and read_companions("prose") == (PROSE,)
+    assert read_companions(RECORDS[:3]) == tuple(RECORDS[:3]) and read_companions("prose") == ()
     assert ChunkCacheConfig(companions=tuple(RECORDS[:3])).companions == tuple(RECORDS[:3])
 
 
@@ -65,3 +66,20 @@ def test_warmed_documents_are_known_at_every_place_and_other_companions_are_othe
         (output,) = llm.chat(MESSAGES, PARAMS, documents=RECORDS[:2], companions=RECORDS[4:])
         first, second = (segment for segment in output.reuse.segments if segment.kind == "chunk")
         assert first.reused_tokens and not second.reused_tokens
+
+
+@pytest.mark.parametrize("language", list(paragraphs()))
+def test_the_bundled_companion_is_in_the_language_of_most_documents(language: str) -> None:
+    text = paragraphs()[language]
+    half = len(text) // 2
+    documents = [text[:half], text[half:], "def f(x): return x + 1", "Kaikki lentokoneet laskeutuivat ajoissa."]
+    for order in (documents, documents[::-1]):
+        assert paragraph_for(order) == text
+    assert paragraph_for(documents[2:]) == paragraph_for([]) == paragraphs()["en"]
+
+
+def test_german_documents_have_met_a_german_companion() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    documents = ["Die Fähre fährt zu der Insel und ist um sechs zurück.", "Der Ofen brennt den Kalk für das Dorf."]
+    (companion,) = PromptEncoder(tokenizer, vocab_size=1_000).encode_chat(MESSAGES, documents).companions
+    assert paragraphs()["de"] in tokenizer.decode(companion)

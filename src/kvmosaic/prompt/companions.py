@@ -13,17 +13,6 @@ from pathlib import Path
 
 from kvmosaic.errors import InvalidConfig
 
-PROSE = (
-    "Rain was explained in many ways before it was measured. The most common account in older books was that clouds "
-    "were squeezed by the wind, as a sponge is by a hand, and this explanation was repeated for centuries because "
-    "it was simple. It became clear only later that water rises from the sea as vapor, cools, and falls when the "
-    "drops have become too heavy to float. The first gauges were open vessels, read once a day, and their readings "
-    "differed so much that most observers did not trust them. Today the amount of rain is given as the height of "
-    "the water that would stand on flat ground, and the word 'shower' has kept a meaning of its own: rain that "
-    "begins and ends suddenly."
-)
-"""A paragraph of explanation. (On SmolLM2-135M and XQuAD, an empty space of that length, random tokens, or the document
-itself in its place did not help, and paragraphs full of names and numbers helped less.)"""
 BUNDLED, STORED = "prose", "stored"
 NUM_COMPANIONS = 3
 """How many of them documents see, at most: more helped no further."""
@@ -38,14 +27,17 @@ def read_companions(given: str | Sequence[str]) -> tuple[str, ...]:
     """The texts of a setting or a request.
 
     Args:
-        given: texts; or "prose", the bundled paragraph; or the path of a file of texts with empty lines between them;
+        given: texts; or the path of a file of texts with empty lines between them; or "prose", the bundled paragraph;
             or "stored", the paragraph where a tenant has stored nothing.
+
+    Returns:
+        The texts; none for the bundled paragraph, whose language is that of the documents.
 
     Raises:
         InvalidConfig: no text, too many or too long ones, or a file that cannot be read.
     """
     if given in (BUNDLED, STORED):
-        return (PROSE,)
+        return ()
     texts = _read(Path(given)) if isinstance(given, str) else given
     limit = MAX_COMPANION_CHARACTERS
     if not isinstance(texts, tuple | list) or not 1 <= len(texts) <= MAX_COMPANIONS:

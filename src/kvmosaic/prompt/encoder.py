@@ -15,6 +15,7 @@ from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, see
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
 from kvmosaic.prompt.found_documents import DocumentFinder, Part, found_parts, said_before, split_at_documents
 from kvmosaic.prompt.message import read_messages
+from kvmosaic.prompt.paragraphs import paragraph_for
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
     PreambleRule,
@@ -337,7 +338,8 @@ class PromptEncoder:
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
         tokens, known = [], self._known_companions
-        for pieces in map(written, self._companions):
+        documents = (segment.text or "" for segment in segments if segment.kind is SegmentKind.CHUNK)
+        for pieces in map(written, self._companions or (paragraph_for(documents),)):
             text = joined(pieces)
             token_ids = known.get(text)
             if token_ids is None:
