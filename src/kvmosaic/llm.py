@@ -513,8 +513,7 @@ class LLM:
         """What would be reused, moved and computed for a prompt now; nothing is computed or changed."""
         encoded = self.encoder.encode(prompt)
         placed = self.engine.placer.place(encoded, strategy=position_strategy, context=chunk_context)
-        reads_in_full = not any(span.is_chunk for span in placed.layout.spans)
-        layout = placed.layout if reads_in_full else self.engine.arrange(encoded, position_strategy, chunk_context)
+        layout = placed.layout if placed.repair is None or placed.repair.is_full else placed.repair.layout
         return replace(self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant), remark=placed.remark)
 
     def pin(self, name: str, *, salt: str = "") -> None:

@@ -134,8 +134,8 @@ class ChunkCacheConfig:
         metavar="FILE",
         help="Texts that documents see with `chunk_context` companions, which they set, and that no prompt contains: "
         "a file of up to 24 with empty lines between them, best three documents of each kind; stored: documents that a "
-        "tenant has stored on the server; prose: a paragraph in their language. Prompts take three, like their documents if "
-        "there are such.",
+        "tenant has stored on the server; prose: a paragraph in their language. Prompts take three, like their "
+        "documents if there are such.",
     )
     repair: str | RepairPolicy = _cache(
         _REPAIR,

@@ -129,10 +129,12 @@ class Placer:
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
-            adapter = layout.adapter
-            layout = self.arrange(prompt.joined(), window=window) if planned.is_full else planned.first_layout()
-            if is_default:  # asked for, full attention is the base model's
-                layout = replace(layout, adapter=adapter)
+            if not planned.is_full:
+                layout = planned.first_layout()
+            elif is_default:
+                layout = replace(self.arrange(prompt.joined(), window=window), adapter=layout.adapter)
+            else:  # asked for, full attention is the base model's
+                layout = self.arrange(prompt.joined(), window=window)
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
         remark = MIXED_UP if likeness == "apart" else ""
         if isinstance(policy, FullRepair):
@@ -213,10 +215,12 @@ Likeness = Literal["", "apart", "met"]
 
 
 def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
-    chunks = {index: span.token_ids for index, span in enumerate(layout.spans) if span.is_chunk}
-    documents = list(chunks.values())
+    documents = layout.chunk_token_ids
     pair = alike_pair(documents)
-    if pair is None or chunks.keys() <= exact_spans(layout):
+    if pair is None:
+        return ""
+    exact = exact_spans(layout)
+    if all(index in exact for index, span in enumerate(layout.spans) if span.is_chunk):
         return ""
     kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
     return "met" if any(kin) else "apart"
