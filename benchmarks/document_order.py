@@ -35,8 +35,7 @@ from torch import Tensor
 
 from kvmosaic import LLM, ChunkCacheConfig
 from kvmosaic.adapt.corpus import lessons_of
-from kvmosaic.adapt.distillation import Lesson
-from kvmosaic.adapt.forward import forward
+from kvmosaic.adapt.distillation import Lesson, forward
 from kvmosaic.adapt.rows import PackedRows, composed_rows, ordinary_rows
 from kvmosaic.assembly import adapter_folders
 from kvmosaic.eval.case import Case

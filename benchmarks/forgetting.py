@@ -30,7 +30,7 @@ from torch import Tensor
 
 import kvmosaic
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
-from kvmosaic.adapt.forward import forward
+from kvmosaic.adapt.distillation import forward
 from kvmosaic.adapt.rows import ordinary_rows
 from kvmosaic.assembly import adapter_folders
 from kvmosaic.eval.loaders import load
