@@ -5,6 +5,5 @@ attention.py    inputs and outputs of attention layers; the same by a dense soft
 plan.py         the tokens, their positions and blocks
 units.py        modules around attention layers
 layer_trial.py  one layer, called again with its inputs: its rotation, cache, attention, and the rest of it
-attention_trial.py  attention modules alone, where the model cannot be called
 caches.py       moves in the caches, where no module can be called
 """
