@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,6 @@ from kvmosaic.integrations.vllm.worker.trial.plan import (
     trial_tokens,
 )
 from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
-from kvmosaic.integrations.vllm.worker.trial.units import modules_around, units
 
 _log = logging.getLogger(__name__)
 
@@ -362,3 +361,26 @@ def _module(name: str, around: Any) -> tuple[nn.Module, str, dict[str, None]]:
             ]
             return module, positions, dict.fromkeys(others)
     raise NotMovable(f"{name}: no module around it takes positions and hidden states")
+
+
+def units(places: KVLayout) -> dict[nn.Module, tuple[str, ...]]:
+    """The modules around each attention layer, and the names of the attention layers in them."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, modules in modules_around(places).items():
+        for module in modules:
+            found.setdefault(module, []).append(name)
+    return {module: tuple(inside) for module, inside in found.items()}
+
+
+def modules_around(places: KVLayout) -> dict[str, Sequence[nn.Module]]:
+    """By name of an attention layer: the modules from the model's decoder layer down to its direct parent."""
+    modules = dict(places.root.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    return {place.name: _around(names.get(id(place.layer), ""), modules) for place in places.layers}
+
+
+def _around(path: str, modules: dict[str, nn.Module]) -> Sequence[nn.Module]:
+    parts = path.split(".")
+    above = [modules[".".join(parts[:end])] for end in range(1, len(parts))]
+    lists = [number for number, module in enumerate(above) if isinstance(module, nn.ModuleList)]
+    return [module for module in above[lists[0] + 1 :] if not isinstance(module, nn.ModuleList)] if lists else []
