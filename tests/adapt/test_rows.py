@@ -15,8 +15,7 @@ from support.families import build
 from support.loaded import loaded_family, random_prompt
 
 from kvmosaic import LLM
-from kvmosaic.adapt.forward import decoder_layers, forward
-from kvmosaic.adapt.rows import PackedRows, composed_rows, ordinary_rows
+from kvmosaic.adapt.distillation import PackedRows, composed_rows, decoder_layers, forward, ordinary_rows
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.layout import ChunkContext, arrange
 from kvmosaic.model import LoadedModel

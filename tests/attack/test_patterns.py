@@ -34,7 +34,7 @@ NUM_WORDS = 12
 LONGEST_PIECE = 4
 
 OURS = {
-    "bench/process.py": "reads what the system says of this process",
+    "bench/measurement.py": "reads what the system says of this process",
     "server/dashboard/page.py": "reads our own page",
     "model/unsupported.py": "reads names of classes",
     "capacity/meta_count.py": "reads names of parameters",

@@ -21,7 +21,7 @@ from tiers.conformance import entry_of
 from tiers.damage import DAMAGES, Damaged
 from tiers.faulty_files import FaultyFiles
 
-from kvmosaic.bench.process import forget_peak, resident_bytes
+from kvmosaic.bench.measurement import forget_peak, resident_bytes
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError
 from kvmosaic.tiers import Deadline, Tier, TieredStore

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.programs import needs_extension
 
-from kvmosaic.attention.native.backend import load_library
-from kvmosaic.attention.native.gather import gather
+from kvmosaic.attention.native.backend import gather, load_library
 
 pytestmark = needs_extension
 

@@ -13,14 +13,13 @@ import pytest
 from rich.console import Console
 from support.fake_peer import FakePeer
 
+from kvmosaic.bench.campaign import add_shares
 from kvmosaic.bench.limits import Limits, measure_limits
-from kvmosaic.bench.measurement import BenchRow, Spread, measure, num_answers
+from kvmosaic.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import OFF, OWN
 from kvmosaic.bench.plots import can_plot, save_plots
-from kvmosaic.bench.process import forget_peak, resident_bytes
 from kvmosaic.bench.report import BenchReport
-from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.workloads import build_workloads
 

@@ -16,8 +16,7 @@ from kvmosaic.assembly import bundled_reader
 from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh, weigh_file
 from kvmosaic.bench.peers.generate import GeneratePeer
 from kvmosaic.bench.peers.outside import OutsidePeer
-from kvmosaic.bench.peers.own import OwnPeer
-from kvmosaic.bench.peers.startup import PeerOptions, open_peers
+from kvmosaic.bench.peers.startup import OwnPeer, PeerOptions, open_peers
 from kvmosaic.bench.subject import Subject
 from kvmosaic.errors import EngineError, InvalidConfig, ModelNotFound
 from kvmosaic.model import LoadedModel, load_model

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.bench.popularity import draw, zipf_weights
 from kvmosaic.bench.sizes import FULL, QUICK, Sizes
 from kvmosaic.bench.workload import Workload
-from kvmosaic.bench.workloads import EXPECTED_REUSE, FAMILIES, build_workloads
+from kvmosaic.bench.workloads import EXPECTED_REUSE, FAMILIES, build_workloads, draw, zipf_weights
 from kvmosaic.errors import InvalidConfig
 
 SMALL = Sizes(4, 4, 8, 3, 4, 16, 3, 5, 20, 50, 30, 4)

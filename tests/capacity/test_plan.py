@@ -9,8 +9,7 @@ from subprocess import run
 import pytest
 
 from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import MAX_BLOCKS, parse_headroom
-from kvmosaic.capacity.plot import by_memory
+from kvmosaic.capacity.plan import MAX_BLOCKS, by_memory, parse_headroom
 from kvmosaic.capacity.tier_plan import codec_share
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape

@@ -10,7 +10,7 @@ import torch
 
 from kvmosaic.cache.keys import Key, encode_tokens
 from kvmosaic.entries import DecodedEntry, EntryExpectation, EntryHeader, decode_entry, encode_entry
-from kvmosaic.entries.payload import DTYPES, sources
+from kvmosaic.entries.entry import DTYPES, sources
 from kvmosaic.entries.verification import Checksum
 from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import ChunkTensors

@@ -11,9 +11,8 @@ from support.real.oracle import Asked, Oracle
 from support.weights import randomize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvmosaic.integrations.vllm.composed_check import load_reference
+from kvmosaic.integrations.vllm.composed_check import DenseReference, DenseRows, distance, load_reference
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.dense_reference import DenseReference, DenseRows, distance
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
 from kvmosaic.layout import dense, repaired
 

@@ -15,7 +15,7 @@ from support.tokenizers import CHATML, make_tokenizer
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment
-from kvmosaic.prompt.sections import _local_minima, section_borders
+from kvmosaic.prompt.splits import _local_minima, section_borders
 
 TOKENIZER = make_tokenizer(CHATML)
 WORDS = "The ferry leaves at noon and comes back at six. " * 3

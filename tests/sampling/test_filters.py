@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvmosaic.sampling import filters
+from kvmosaic.sampling import sampler
 
 V = 40
 seeds = st.integers(0, 2**31)
@@ -33,28 +33,28 @@ def row_by_row(processors, logits):
 def test_temperature_equals_transformers(seed, values):
     logits = logits_of(seed, len(values))
     twin = row_by_row([TemperatureLogitsWarper(value) for value in values], logits)
-    torch.testing.assert_close(filters.scale_temperature(logits, torch.tensor(values)), twin)
+    torch.testing.assert_close(sampler.scale_temperature(logits, torch.tensor(values)), twin)
 
 
 @given(seeds, st.lists(st.integers(1, V + 5), min_size=1, max_size=5))
 def test_top_k_equals_transformers(seed, values):
     logits = logits_of(seed, len(values))
     twin = row_by_row([TopKLogitsWarper(value) for value in values], logits)
-    assert torch.equal(filters.keep_top_k(logits, torch.tensor(values)), twin)
+    assert torch.equal(sampler.keep_top_k(logits, torch.tensor(values)), twin)
 
 
 @given(seeds, st.lists(st.floats(0.01, 1), min_size=1, max_size=5))
 def test_top_p_equals_transformers(seed, values):
     logits = logits_of(seed, len(values))
     twin = row_by_row([TopPLogitsWarper(value) if value < 1 else lambda _, x: x for value in values], logits)
-    assert torch.equal(filters.keep_top_p(logits, torch.tensor(values, dtype=torch.float64)), twin)
+    assert torch.equal(sampler.keep_top_p(logits, torch.tensor(values, dtype=torch.float64)), twin)
 
 
 @given(seeds, st.lists(st.floats(0, 1), min_size=1, max_size=5))
 def test_min_p_equals_transformers(seed, values):
     logits = logits_of(seed, len(values))
     twin = row_by_row([MinPLogitsWarper(value) for value in values], logits)
-    assert torch.equal(filters.keep_min_p(logits, torch.tensor(values)), twin)
+    assert torch.equal(sampler.keep_min_p(logits, torch.tensor(values)), twin)
 
 
 @given(seeds, st.lists(st.tuples(st.floats(0.1, 10), st.lists(st.integers(0, V - 1))), min_size=1, max_size=5))
@@ -67,13 +67,13 @@ def test_repetition_penalty_equals_transformers(seed, rows):
         processor = RepetitionPenaltyLogitsProcessor(penalty)
         twins.append(processor(torch.tensor([token_ids], dtype=torch.long), logits[index : index + 1]))
     penalties = torch.tensor([penalty for penalty, _ in rows])
-    torch.testing.assert_close(filters.penalize_repetition(logits, seen, penalties), torch.cat(twins))
+    torch.testing.assert_close(sampler.penalize_repetition(logits, seen, penalties), torch.cat(twins))
 
 
 def test_presence_and_frequency_penalties_count_the_answer():
     logits = torch.zeros(2, 4)
     counts = torch.tensor([[0.0, 1, 3, 0], [2, 0, 0, 0]])
-    result = filters.penalize_presence(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
+    result = sampler.penalize_presence(logits, counts, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 0.0]))
     assert result.tolist() == [[0, -0.75, -1.25, 0], [1, 0, 0, 0]]
 
 
@@ -83,12 +83,12 @@ def test_filters_never_remove_the_most_likely_token_nor_touch_their_input(seed, 
     logits = logits_of(seed, 1, scale=20.0)
     before = logits.clone()
     for result in (
-        filters.keep_top_k(logits, torch.tensor([top_k])),
-        filters.keep_top_p(logits, torch.tensor([top_p])),
-        filters.keep_min_p(logits, torch.tensor([min_p])),
+        sampler.keep_top_k(logits, torch.tensor([top_k])),
+        sampler.keep_top_p(logits, torch.tensor([top_p])),
+        sampler.keep_min_p(logits, torch.tensor([min_p])),
     ):
         assert int(result.argmax()) == int(logits.argmax())
-        kept = result > filters.NEVER
+        kept = result > sampler.NEVER
         assert torch.equal(result[kept], logits[kept])
     assert torch.equal(logits, before)
 
@@ -96,10 +96,10 @@ def test_filters_never_remove_the_most_likely_token_nor_touch_their_input(seed, 
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_settings_that_are_off_keep_everything_beside_rows_where_they_are_on(top_k):
     logits = logits_of(1, 2)
-    assert torch.equal(filters.keep_top_k(logits, torch.tensor([top_k, 2]))[0], logits[0])
-    assert torch.equal(filters.keep_top_p(logits, torch.tensor([1.0, 0.1]))[0], logits[0])
-    assert torch.equal(filters.keep_min_p(logits, torch.tensor([0.0, 0.9]))[0], logits[0])
+    assert torch.equal(sampler.keep_top_k(logits, torch.tensor([top_k, 2]))[0], logits[0])
+    assert torch.equal(sampler.keep_top_p(logits, torch.tensor([1.0, 0.1]))[0], logits[0])
+    assert torch.equal(sampler.keep_min_p(logits, torch.tensor([0.0, 0.9]))[0], logits[0])
 
 
 def test_equal_logits_at_the_border_of_top_k_all_stay():
-    assert torch.isfinite(filters.keep_top_k(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([2]))).sum() == 3
+    assert torch.isfinite(sampler.keep_top_k(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([2]))).sum() == 3

@@ -1,17 +1,35 @@
-"""Distillation: the divergence of isolated reading from the model's own full attention, over the same tokens."""
+"""Distillation: the divergence of isolated reading from the model's own full attention, over the same tokens.
+
+Both are forwards of packed rows, with gradients: a prompt with several continuations as one causal forward without
+moved keys, under one dense mask.
+
+    layout    system | chunk 1 | chunk 2, moved by d | question a
+                                                     | question b
+    rows      system | chunk 1 | system, d later | chunk 2 there | question a | question b
+
+A chunk that is moved takes what it saw along: keys depend on distances only, so both together, d positions later, are
+what it was computed from. Nothing is rotated twice and nothing of the engine's attention is used, so the same rows are
+a reference of it, too. Questions after the same documents see these and themselves, not each other, so reading the
+documents is paid once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-from kvmosaic.adapt.forward import Outputs, forward
-from kvmosaic.adapt.rows import composed_rows, ordinary_rows
-from kvmosaic.layout import ChunkContext, arrange
+from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
+from kvmosaic.layout import ChunkContext, Layout, arrange
 from kvmosaic.model import LoadedModel
+from kvmosaic.model.hook import attention_scope
+from kvmosaic.model.lora import AdaptedRows, adapter_scope
 from kvmosaic.prompt import Prompt
 
 
@@ -128,3 +146,196 @@ def _hidden_loss(teacher: Outputs, student: Outputs) -> Tensor:
         deviation = expected.std(0) + 1e-3 * expected.std() + 1e-6
         total = total + (((found - expected) / deviation) ** 2).mean()
     return total / len(teacher.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Results of a forward, for R chosen rows.
+
+    logits: [R, V]
+    hidden: outputs [R, D] of each decoder layer, where asked for
+    """
+
+    logits: Tensor
+    hidden: list[Tensor] = field(default_factory=list)
+
+
+def forward(
+    model: LoadedModel, packed: PackedRows, rows: Tensor, adapter: str = "", *, keeps_hidden: bool = False
+) -> Outputs:
+    """One forward; gradients are kept as torch's current mode says.
+
+    Args:
+        model: the model, whose module may hold the adapter.
+        packed: the rows.
+        rows: [R], those whose results are needed.
+        adapter: digest of the adapter that computes all rows; empty: the base model.
+        keeps_hidden: whether outputs of the decoder layers are needed, too.
+    """
+    device = model.device
+    attention = PackedAttention(model.layers, packed.mask.to(device), packed.positions.to(device))
+    adapted = [AdaptedRows(adapter, slice(0, len(packed.token_ids)))] if adapter else []
+    arguments: dict[str, Any] = {"logits_to_keep": rows.to(device)} if model.keeps_rows else {}
+    hidden: list[Tensor] = []
+    layers = decoder_layers(model) if keeps_hidden else ()
+    with attention_scope(attention), adapter_scope(adapted), _recording(layers, rows.to(device), hidden):
+        logits: Tensor = model.module(
+            input_ids=packed.token_ids[None].to(device),
+            position_ids=packed.positions[None].to(device),
+            use_cache=False,
+            **arguments,
+        ).logits[0]
+    return Outputs(logits if model.keeps_rows else logits[rows.to(device)], hidden)
+
+
+def decoder_layers(model: LoadedModel) -> Sequence[torch.nn.Module]:
+    """The model's list of decoder layers: the module list with as many parts as there are attention layers."""
+    for part in model.module.modules():
+        if isinstance(part, torch.nn.ModuleList) and len(part) == len(model.layers):
+            return list(part)
+    return ()
+
+
+@contextmanager
+def _recording(layers: Sequence[torch.nn.Module], rows: Tensor, hidden: list[Tensor]) -> Iterator[None]:
+    def record(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        hidden.append(states.reshape(-1, states.shape[-1])[rows])
+
+    hooks = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class PackedAttention:
+    """A receiver for one forward over packed rows."""
+
+    def __init__(self, layers: Sequence[LayerSpec], mask: Bool[Tensor, "T T"], positions: Int[Tensor, " T"]) -> None:
+        self._layers = layers
+        self._mask = mask
+        self._positions = positions
+        self._masks: dict[MaskSpec, Tensor] = {}
+
+    def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
+        """Attention of one layer."""
+        layer = self._layers[call.layer_index]
+        mask = self._visible(layer.mask)
+        groups = call.query.shape[1] // call.key.shape[1]
+        query, key, value = (part.transpose(0, 1) for part in call.rows)
+        key, value = (part.repeat_interleave(groups, dim=0) for part in (key, value))
+        if call.softcap is None and call.sinks is None and layer.bias is None:
+            # a mask of zeros and -inf in the dtype of the queries takes the fused kernel; a boolean one does not
+            bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+            out = functional.scaled_dot_product_attention(
+                query[None], key[None], value[None], attn_mask=bias[None, None], scale=call.scaling
+            )
+            return out[0].transpose(0, 1)
+        scores = query @ key.transpose(1, 2) * call.scaling
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if layer.bias is not None:
+            at = self._positions
+            scores = scores + layer.bias.between(at, at[None].expand(len(at), -1), scores.dtype).to(scores.device)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if call.sinks is not None:
+            sinks = call.sinks.to(scores)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+        return (weights @ value).transpose(0, 1)
+
+    def _visible(self, spec: MaskSpec) -> Tensor:
+        """[T, T], what rows see in a layer with this mask of its own."""
+        if spec not in self._masks:
+            query, key = self._positions[:, None], self._positions[None, :]
+            shown = self._mask
+            if spec.kind == "window":
+                shown = shown & (query - key < spec.size)
+            elif spec.kind == "chunked":
+                shown = shown & (query // spec.size == key // spec.size)
+            self._masks[spec] = shown
+        return self._masks[spec]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows of one forward.
+
+    token_ids, positions: [T]
+    mask: [T, T], True where the row token sees the column token
+    continuations: rows of each continuation
+    documents: rows of each document as the questions see it
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    continuations: tuple[slice, ...]
+    documents: tuple[slice, ...]
+
+
+def composed_rows(layout: Layout, continuations: Sequence[Sequence[int]]) -> PackedRows:
+    """Rows of a composed prompt, whose last span is replaced by each continuation (a question and its answer)."""
+    rows = _Rows()
+    places: dict[tuple[int, int], slice] = {}
+
+    def add(index: int, shift: int) -> slice:
+        if (index, shift) not in places:
+            span = layout.spans[index]
+            assert not span.positions and all(view.visibility is None for view in span.views), "nothing is repaired"
+            seen = [add(view.span, view.distance + shift) for view in span.views]
+            places[index, shift] = rows.add(span.token_ids, span.start + shift, seen)
+        return places[index, shift]
+
+    last = layout.last
+    seen = [add(view.span, view.distance) for view in last.views]
+    documents = [rows_of for view, rows_of in zip(last.views, seen, strict=True) if layout.spans[view.span].is_chunk]
+    return rows.packed([rows.add(each, last.start, seen) for each in continuations], documents)
+
+
+def ordinary_rows(prompt: Prompt, continuations: Sequence[Sequence[int]]) -> PackedRows:
+    """Rows of ordinary causal attention over the same segments, one after the other."""
+    rows = _Rows()
+    seen: list[slice] = []
+    documents = []
+    for segment in prompt.segments[:-1]:
+        seen.append(rows.add(segment.token_ids or (), rows.num_rows, list(seen)))
+        if segment.kind == "chunk":
+            documents.append(seen[-1])
+    end = rows.num_rows
+    return rows.packed([rows.add(each, end, seen) for each in continuations], documents)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._seen: list[tuple[slice, Sequence[slice]]] = []
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int], start: int, seen: Sequence[slice]) -> slice:
+        rows = slice(len(self._token_ids), len(self._token_ids) + len(token_ids))
+        self._token_ids.extend(token_ids)
+        self._positions.extend(range(start, start + len(token_ids)))
+        self._seen.append((rows, tuple(seen)))
+        return rows
+
+    def packed(self, continuations: Sequence[slice], documents: Sequence[slice]) -> PackedRows:
+        count = len(self._token_ids)
+        mask = torch.zeros(count, count, dtype=torch.bool)
+        for rows, seen in self._seen:
+            mask[rows, rows] = torch.ones(rows.stop - rows.start, rows.stop - rows.start, dtype=torch.bool).tril()
+            for columns in seen:
+                mask[rows, columns] = True
+        return PackedRows(
+            torch.tensor(self._token_ids),
+            torch.tensor(self._positions),
+            mask,
+            tuple(continuations),
+            tuple(documents),
+        )

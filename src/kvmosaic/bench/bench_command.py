@@ -237,8 +237,7 @@ def bench_command(
 
         bench_trace(replay.trace_run(model, engines), output, as_json=as_json)
         return
-    from kvmosaic.bench.campaign import Campaign
-    from kvmosaic.bench.command import bench
+    from kvmosaic.bench.campaign import Campaign, bench
 
     preset = "quick" if quick else "full"
     campaign = Campaign(

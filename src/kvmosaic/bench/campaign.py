@@ -1,4 +1,7 @@
-"""Benchmark campaign: one model, several engines, all workloads, the limits of the machine, one report."""
+"""Benchmark campaign: one model, several engines, all workloads, the limits of the machine, one report.
+
+The run of `kvmosaic bench` shows its progress, prints its tables and writes its files.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,28 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import torch
+from rich.console import Console
 
 from kvmosaic.bench.facts import facts
-from kvmosaic.bench.limits import measure_limits
+from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
+from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
-from kvmosaic.bench.progress import Watcher
+from kvmosaic.bench.plots import can_plot, save_plots
+from kvmosaic.bench.progress import ProgressBar, Watcher
 from kvmosaic.bench.report import BenchReport
-from kvmosaic.bench.shares import add_shares
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.subject import open_subject
 from kvmosaic.bench.workload import Workload
 from kvmosaic.bench.workloads import build_workloads
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel
+from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.prompt import Prompt
 
 _MAX_THREADS = 1_024
@@ -114,3 +121,51 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
             raise
         return rows, True
     return rows, False
+
+
+def add_shares(row: BenchRow, limits: Limits, weight: TokenCost) -> None:
+    """Writes the shares of the limits and the least bytes into a row.
+
+    Prompts of one batch that share documents read them once; the others read their own. For prompts asked together, the
+    last first token counts: until then, all of them were computed.
+    """
+    if row.first is None or not row.num_prompt:
+        return
+    num_prompt = max(row.num_prompt)
+    is_shared = row.workload.startswith("shared-")
+    num_context = num_prompt * (1 if is_shared else row.width)
+    if row.num_computed:
+        num_computed = fmean(row.num_computed) * row.width
+        least = limits.first_token_seconds(weight, row.dtype, round(num_computed), num_context)
+        lasts = [max(row.first_seconds[begin:][: row.width]) for begin in range(0, len(row.first_seconds), row.width)]
+        row.first_share = least / fmean(lasts)
+        num_steps = row.num_answered / max(len(row.first_seconds), 1)
+        read = num_steps * (weight.step_bytes + weight.kv_bytes_per_token * num_context)
+        row.least_bytes = round(read + weight.kv_bytes_per_token * (num_computed + num_steps * row.width))
+    if row.token is not None:
+        row.token_share = limits.token_seconds(weight, num_context) / row.token.median
+
+
+def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> BenchReport:
+    """Measures, prints, and writes JSON, Markdown and plots into `output` if it is given.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    quiet_libraries()
+    notices, console = Console(stderr=True), Console()
+    with ProgressBar(notices) as bar:
+        report = run_campaign(campaign, bar)
+    if as_json:
+        console.file.write(report.to_json())
+    else:
+        console.print(report.to_tables(console.width))
+    if output is not None:
+        name = f"bench-{Path(campaign.model).resolve().name}-{campaign.preset}"
+        paths = report.save(output, name)
+        if can_plot():
+            paths += save_plots(report, output, name)
+        else:
+            notices.print("no plots: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
+        notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
+    return report

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import random
 from collections.abc import Callable
+from itertools import accumulate
 
-from kvmosaic.bench.popularity import draw, zipf_weights
 from kvmosaic.bench.sizes import NUM_TURNS, Sizes
 from kvmosaic.bench.workload import Tokens, TokenSource, Workload
 from kvmosaic.errors import InvalidConfig
@@ -210,3 +212,32 @@ FAMILIES: dict[str, Callable[[TokenSource], list[Workload]]] = {
     "orders": _orders,
 }
 """One function per name that `--workload` takes; some make several workloads."""
+
+
+POPULAR_SHARE, THEIR_REQUESTS = 0.03, 0.60
+"""This share of the documents takes that share of the requests."""
+
+
+def zipf_weights(count: int) -> list[float]:
+    """Weights 1 / rank ** s that sum to 1, with s such that 3% of the documents (at least one) take 60%."""
+    popular = max(1, round(POPULAR_SHARE * count))
+    low, high = 0.0, 16.0
+    for _ in range(60):
+        exponent = (low + high) / 2
+        weights = [rank**-exponent for rank in range(1, count + 1)]
+        if sum(weights[:popular]) < THEIR_REQUESTS * sum(weights):
+            low = exponent
+        else:
+            high = exponent
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def draw(weights: list[float], count: int, source: random.Random) -> list[int]:
+    """`count` different ranks (from 0); each draw goes by the weights, and one that came before is drawn again."""
+    bounds = list(accumulate(weights))
+    chosen: dict[int, None] = {}
+    while len(chosen) < count:
+        rank = bisect.bisect(bounds, source.random() * bounds[-1])
+        chosen.setdefault(min(rank, len(weights) - 1))
+    return list(chosen)

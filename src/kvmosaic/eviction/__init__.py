@@ -6,12 +6,13 @@ from kvmosaic.eviction.policies import (
     LRU,
     POLICIES,
     Candidate,
+    Evictable,
     EvictionPolicy,
+    EvictionQueue,
     Priority,
     check_priority,
     choose,
 )
-from kvmosaic.eviction.queue import Evictable, EvictionQueue
 
 __all__ = [
     "GDSF",

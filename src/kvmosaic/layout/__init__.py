@@ -8,8 +8,7 @@ from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvmosaic.layout.alike import IN_FULL, MIXED_UP, alike_companions, alike_pair
-    from kvmosaic.layout.arrangement import arrange
-    from kvmosaic.layout.composition import composition_of
+    from kvmosaic.layout.arrangement import arrange, composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
     from kvmosaic.layout.repaired_layout import exact_spans, later_tokens_seen, repair_positions, repaired
     from kvmosaic.layout.rolling_window import RollingWindow
@@ -59,8 +58,7 @@ __all__ = [
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
     "alike": ("IN_FULL", "MIXED_UP", "alike_companions", "alike_pair"),
-    "arrangement": ("arrange",),
-    "composition": ("composition_of",),
+    "arrangement": ("arrange", "composition_of"),
     "dense_layout": ("DenseLayout", "dense"),
     "repaired_layout": ("exact_spans", "later_tokens_seen", "repair_positions", "repaired"),
     "rolling_window": ("RollingWindow",),

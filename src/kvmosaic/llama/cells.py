@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvmosaic.llama.memory import SequenceMemory
-from kvmosaic.llama.state import SavedState, SequenceState, gather, joined, pack, parse, relabelled
+from kvmosaic.llama.state import SavedState, SequenceMemory, SequenceState, gather, joined, pack, parse, relabelled
 from kvmosaic.llama.views import (
     UNLIMITED,
     Home,

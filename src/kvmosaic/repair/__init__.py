@@ -1,6 +1,5 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
-from kvmosaic.repair.names import NameFinder
 from kvmosaic.repair.parser import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.policy import (
     MEASURED,
@@ -9,6 +8,7 @@ from kvmosaic.repair.policy import (
     FirstTokens,
     FullRepair,
     KeyDeviation,
+    NameFinder,
     Names,
     NoRepair,
     QueryAttention,

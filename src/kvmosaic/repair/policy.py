@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import ClassVar, Literal, Protocol, SupportsIndex, runtime_checkable
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, Protocol, SupportsIndex, runtime_checkable
 
 from kvmosaic.errors import InvalidRepair
 
@@ -296,3 +299,44 @@ def _checked_token(token: SupportsIndex, number: int, chunk: Choosable, policy: 
             f"{policy} chose token {token!r:.80} of chunk {number}; its tokens are 0 to {chunk.num_tokens - 1}"
         )
     return index
+
+
+_BROKEN = "\ufffd"
+_WORD = re.compile(rf"[\w{_BROKEN}]+")
+_SPACES = ("\u2581", "\u0120")
+"""How vocabularies write a space at the beginning of a token: SentencePiece, byte-level."""
+
+
+class NameFinder:
+    """Reads words from token ids, each token's text once: a chunk has ids, and not always a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, token_ids: Sequence[int]) -> list[bool]:
+        """By token, whether it belongs to a word with a digit or a capital letter."""
+        texts = [self._text(token_id) for token_id in token_ids]
+        ends = list(accumulate(map(len, texts)))
+        found = [False] * len(texts)
+        for word in _WORD.finditer("".join(texts)):
+            first, last = bisect_right(ends, word.start()), bisect_left(ends, word.end())
+            text = self._decoded(token_ids[first : last + 1]) if _BROKEN in word[0] else word[0]
+            if any(letter.isdigit() or letter.isupper() for letter in text):
+                found[first : last + 1] = [True] * (last + 1 - first)
+        return found
+
+    def _text(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._decoded([token_id])
+            written = str(self._tokenizer.convert_ids_to_tokens(int(token_id)))
+            if written.startswith(_SPACES) and not text[:1].isspace():
+                text = f" {text}"  # a decoder drops the space of a first token
+            self._texts[token_id] = text
+        return text
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )

@@ -3,11 +3,18 @@
 from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all
 from kvmosaic.sampling.defaults import default_sampling
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
-from kvmosaic.sampling.output import CompletionOutput, FinishReason, Logprob, Period, RequestMetrics, RequestOutput
+from kvmosaic.sampling.output import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Period,
+    RequestMetrics,
+    RequestOutput,
+    ScoreOutput,
+)
 from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
-from kvmosaic.sampling.score import ScoreOutput
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 from kvmosaic.sampling.tool_calling import AnswerReader, ToolCalling

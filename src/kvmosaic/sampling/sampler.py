@@ -1,4 +1,8 @@
-"""Sampler: one token per row of logits, with the parameters of each row."""
+"""Sampler: one token per row of logits, with the parameters of each row.
+
+Logit filters are pure functions, R rows, V vocabulary: every one returns new logits and leaves its input as it was. A
+removed token gets -inf; the most likely token of a row is never removed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import InvalidSampling
-from kvmosaic.sampling import filters
 from kvmosaic.sampling.grammar import Matcher
 from kvmosaic.sampling.params import SamplingParams
 
@@ -22,7 +25,7 @@ class SampledToken:
 
     token_id: int
     logprob: float | None = None
-    """Natural logarithm of its probability, before penalties, temperature and filters."""
+    """Natural logarithm of its probability, before penalties, temperature and """
     rank: int | None = None
     """1 when no token is more likely."""
     top: tuple[tuple[int, float], ...] = ()
@@ -159,7 +162,7 @@ def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
     logits = _penalized(_within_grammars(logits, states), states)
     for row, state in enumerate(states):
         if state.banned is not None and state.matcher is None:
-            logits[row, state.banned] = filters.NEVER
+            logits[row, state.banned] = NEVER
     chosen = _largest(logits)
     random_rows = [row for row, state in enumerate(states) if not state.params.is_greedy]
     if random_rows:
@@ -192,7 +195,7 @@ def _within_grammars(logits: Tensor, states: list[SamplingState]) -> Tensor:
             mask.copy_(kept if bool(kept.any()) else mask)
     index = torch.tensor(rows, device=logits.device)
     # Allowed but impossible (-inf) is still better than masked.
-    part = logits[index].clamp(min=_LOWEST).masked_fill(~allowed.to(logits.device), filters.NEVER)
+    part = logits[index].clamp(min=_LOWEST).masked_fill(~allowed.to(logits.device), NEVER)
     return logits.index_copy(0, index, part)
 
 
@@ -205,23 +208,23 @@ def _penalized(logits: Tensor, states: list[SamplingState]) -> Tensor:
     params = [states[row].params for row in rows]
     seen = torch.stack([s for row in rows if (s := states[row].seen) is not None])
     counts = torch.stack([c for row in rows if (c := states[row].counts) is not None])
-    part = filters.penalize_repetition(logits[index], seen, _column(logits, [p.repetition_penalty for p in params]))
+    part = penalize_repetition(logits[index], seen, _column(logits, [p.repetition_penalty for p in params]))
     presence = _column(logits, [p.presence_penalty for p in params])
     frequency = _column(logits, [p.frequency_penalty for p in params])
-    return logits.index_copy(0, index, filters.penalize_presence(part, counts, presence, frequency))
+    return logits.index_copy(0, index, penalize_presence(part, counts, presence, frequency))
 
 
 def _draw(logits: Tensor, states: list[SamplingState]) -> Tensor:
     """Token ids [R], drawn from the filtered distribution of each row."""
     params = [state.params for state in states]
-    logits = filters.scale_temperature(logits, _column(logits, [p.temperature for p in params]))
+    logits = scale_temperature(logits, _column(logits, [p.temperature for p in params]))
     if any(p.min_p > 0 for p in params):
-        logits = filters.keep_min_p(logits, _column(logits, [p.min_p for p in params]))
+        logits = keep_min_p(logits, _column(logits, [p.min_p for p in params]))
     if any(p.top_k > 0 for p in params):
-        logits = filters.keep_top_k(logits, torch.tensor([p.top_k for p in params]))
+        logits = keep_top_k(logits, torch.tensor([p.top_k for p in params]))
     if any(p.top_p < 1 for p in params):
         top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=logits.device)
-        logits = filters.keep_top_p(logits, top_p)
+        logits = keep_top_p(logits, top_p)
     # Inverse of the cumulative distribution, in float64: one random number per row, and no token of probability 0.
     reached = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
     drawn = torch.tensor([[state.draw()] for state in states], dtype=torch.float64, device=logits.device)
@@ -250,3 +253,66 @@ def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[Sampli
 
 def _column(like: Tensor, values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+
+NEVER = float("-inf")
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Makes tokens of the prompt and the answer less likely, as in CTRL (Keskar et al., 2019).
+
+    Args:
+        logits: [R, V].
+        seen: [R, V], True where the token occurs in the row's prompt or answer.
+        penalty: [R], above 0; positive logits are divided by it, negative ones multiplied.
+    """
+    factor = penalty[:, None]
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def penalize_presence(logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Makes tokens of the answer less likely: once for occurring, and once per occurrence.
+
+    Args:
+        logits: [R, V].
+        counts: [R, V], how often the row's answer contains the token.
+        presence: [R], subtracted where the count is above 0.
+        frequency: [R], subtracted count times.
+    """
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def scale_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Divides logits [R, V] by temperature [R], above 0."""
+    return logits / temperature[:, None]
+
+
+def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Removes tokens less likely than min_p [R] times the most likely one; 0 keeps all."""
+    probabilities = torch.softmax(logits, dim=-1)
+    lowest = probabilities.amax(dim=-1, keepdim=True) * min_p[:, None]
+    return logits.masked_fill(probabilities < lowest, NEVER)
+
+
+def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Keeps the top_k [R] (on the CPU) most likely tokens and all equal to the last of them; below 1 keeps all."""
+    vocabulary = logits.shape[-1]
+    wanted = top_k.clamp(max=vocabulary).masked_fill(top_k < 1, vocabulary)
+    if bool((wanted == vocabulary).all()):
+        return logits
+    largest = int(wanted.masked_fill(wanted == vocabulary, 1).max())
+    best, wanted = logits.topk(largest, dim=-1).values, wanted.to(logits.device)
+    lowest = best.gather(1, (wanted.clamp(max=largest) - 1)[:, None])
+    return logits.masked_fill((logits < lowest) & (wanted < vocabulary)[:, None], NEVER)
+
+
+def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the most likely tokens that together reach top_p [R]; 1 keeps all (Holtzman et al., 2019).
+
+    top_p is best given in float64: near 1, 1 - top_p has few digits in float32.
+    """
+    ascending, order = logits.sort(dim=-1, descending=False)
+    reached = torch.softmax(ascending, dim=-1).cumsum(dim=-1)
+    removed = (reached <= (1 - top_p).to(reached.dtype)[:, None]) & (top_p < 1)[:, None]
+    removed[:, -1] = False
+    return logits.masked_fill(torch.zeros_like(removed).scatter(1, order, removed), NEVER)

@@ -11,10 +11,10 @@ from fastapi.openapi.utils import get_openapi
 
 from kvmosaic import __version__
 from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
-from kvmosaic.server.dashboard import api_page
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.errors import add_error_replies
 from kvmosaic.server.generation.prompts import PromptSources
+from kvmosaic.server.json_body import open_tolerant_bodies
 from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
@@ -22,7 +22,6 @@ from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.middleware.tracing import TracingMiddleware
 from kvmosaic.server.services import Services
-from kvmosaic.server.tolerance import open_tolerant_bodies
 
 DESCRIPTION = (
     "OpenAI's and Anthropic's routes over a language model that computes each document once and composes prompts from "
@@ -98,7 +97,7 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
     yield dashboard.router(feed)
-    yield api_page.router()
+    yield dashboard.docs_router()
 
 
 def _document(app: FastAPI, needs_key: bool) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class _Launch:
             services = await self._load()
             if services is None:
                 return False
-            from kvmosaic.server.documents.sweep import swept  # imports torch
+            from kvmosaic.server.documents.cached import swept  # imports torch
 
             self._describe(services)
             self._services = services

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, create_model, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -22,7 +24,6 @@ from kvmosaic.prompt.separator import read_separator
 from kvmosaic.server.config_fields import VARIABLE_ONLY, Secrets, config_fields
 from kvmosaic.server.config_file import read_config_file
 from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
-from kvmosaic.server.trace_endpoint import EXAMPLE, MAX_URL_CHARACTERS, read_trace_endpoint
 from kvmosaic.tiers import Tier, parse_tier_url
 from kvmosaic.tuned_settings import profile_choice
 
@@ -33,6 +34,9 @@ ENV_PREFIX = "KVMOSAIC_"
 MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
+MAX_URL_CHARACTERS = 2_048
+EXAMPLE_ENDPOINT = "http://localhost:4318/v1/traces"
+_OTEL_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 RELOADABLE: Final = frozenset(
     {
@@ -119,7 +123,8 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     otlp_traces_endpoint: str | None = _setting(
         None,
         "Server",
-        f"Where spans of requests are sent (OpenTelemetry, OTLP over HTTP), such as {EXAMPLE}. Default: no tracing.",
+        f"Where spans of requests are sent (OpenTelemetry, OTLP over HTTP), such as {EXAMPLE_ENDPOINT}. "
+        "Default: no tracing.",
         max_length=MAX_URL_CHARACTERS,
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
@@ -327,3 +332,38 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
 
         mine = keys_of(key.get_secret_value() for key in self.api_key)
         return mine if self.keys_file is None else read_keys_file(self.keys_file, mine)
+
+
+def read_trace_endpoint(url: str | None) -> str | None:
+    """Checks the URL of an OTLP endpoint, and that spans can be sent.
+
+    Raises:
+        ValueError: not the full URL of an endpoint over HTTP, or OpenTelemetry is not installed.
+    """
+    if url is None:
+        return None
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65535, half an IPv6 address
+        is_address = False
+    if not is_address or not url.isprintable() or " " in url:
+        raise ValueError(
+            f"must be the URL of an OTLP endpoint over HTTP, such as {EXAMPLE_ENDPOINT} (gRPC is not supported)"
+        )
+    if "@" in parts.netloc:
+        raise ValueError("must have no user and password: set OTEL_EXPORTER_OTLP_HEADERS, which is not logged")
+    if not parts.path:
+        raise ValueError(f"has no path; collectors take spans at /v1/traces, as in {EXAMPLE_ENDPOINT}")
+    if not _is_installed():
+        raise ValueError("tracing needs OpenTelemetry; install it with: pip install 'kvmosaic[otel]'")
+    return url
+
+
+def _is_installed() -> bool:
+    try:
+        for name in _OTEL_MODULES:
+            import_module(name)
+    except ImportError:
+        return False
+    return True

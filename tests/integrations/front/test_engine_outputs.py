@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.front.engine_outputs import shelve_reports
-from kvmosaic.integrations.vllm.report import HEADER, ReportShelf
-from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
+from kvmosaic.integrations.vllm.report import HEADER, ReportSender, ReportShelf, shelve_reports
 
 REPORT = {"segments": [{}], "bypass": None}
 

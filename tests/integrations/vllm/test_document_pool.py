@@ -19,7 +19,7 @@ from kvmosaic.eviction import LRU, Priority
 from kvmosaic.integrations.vllm.scheduler import document_pool
 from kvmosaic.integrations.vllm.scheduler.block_store import BlockStore
 from kvmosaic.integrations.vllm.scheduler.document_pool import Claim, DocumentPool, read_claims
-from kvmosaic.integrations.vllm.scheduler.private_copies import PrivateCopies
+from kvmosaic.integrations.vllm.scheduler.eviction_order import PrivateCopies
 
 CLOSE = 1e-4
 SIZE = 4

@@ -19,8 +19,7 @@ from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.in_place import reader as reading
 from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
-from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, document_reader, why_not_paged
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, MaskReads, document_reader, why_not_paged
 from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.layers.geometry import MaskSpec

@@ -29,8 +29,7 @@ from torch import Tensor
 from kvmosaic.config import TierConfig
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, why_not_paged
+from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, MaskReads, why_not_paged
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.integrations.vllm.worker.kv_layout import Mover
 from kvmosaic.integrations.vllm.worker.layouts import find_layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from server.documents.world import Client, DocumentServer, JumpingClock
 
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_sweep_goes_on_with_what_could_not_be_dropped(alpha: Client, server: Doc
 def test_sweeping_runs_by_itself_and_ends_with_the_server(server: DocumentServer, alpha: Client) -> None:
     import asyncio
 
-    from kvmosaic.server.documents.sweep import swept
+    from kvmosaic.server.documents.cached import swept
 
     alpha.store("x")
     alpha.ask({"id": "x"})

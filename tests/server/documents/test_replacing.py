@@ -11,7 +11,7 @@ import httpx
 from server.documents.world import KEYS, Client, DocumentServer
 from support.server import wait_until
 
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 NUM_WRITERS, NUM_READERS, NUM_TURNS = 3, 5, 12
 HEADERS = {"Authorization": f"Bearer {KEYS['alpha']}"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from server.documents.world import Client, DocumentServer
 
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 
 @pytest.fixture(scope="module")

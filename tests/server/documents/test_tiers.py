@@ -9,7 +9,7 @@ from server.documents.world import KEYS, Client, DocumentServer, JumpingClock, c
 from support.tiers import TroubledTier
 
 from kvmosaic.engine import Engine
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 TEXT = "The mayor of Fenbury is Renna Velley."
 

@@ -10,7 +10,7 @@ import pytest
 from server.documents.world import Client, DocumentServer, JumpingClock
 from support.server import ServeCommand, wait_until
 
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 OLD, NEW = "The mayor of Fenbury is Renna Velley.", "The mayor of Fenbury is Otto Bramble."
 QUESTION = "Who is the mayor of Fenbury?"

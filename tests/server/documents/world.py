@@ -11,7 +11,7 @@ from support.server import RunningServer
 from kvmosaic.cache import Chunk
 from kvmosaic.documents import DocumentStore
 from kvmosaic.engine import Engine
-from kvmosaic.server.documents.sweep import sweep
+from kvmosaic.server.documents.cached import sweep
 
 KEYS = {"alpha": "alpha-key-1", "beta": "beta-key-1", "small": "small-key-1"}
 

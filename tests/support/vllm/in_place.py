@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from kvmosaic.integrations.vllm.worker.in_place.mask_reads import MaskReads
+from kvmosaic.integrations.vllm.worker.in_place.reader import MaskReads
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from support.vllm import faults
 from support.vllm.asking import Ask

@@ -1,4 +1,7 @@
-"""Native backend: all runs of a layer in one call of the C extension, and the extension with its thread pool."""
+"""Native backend: all runs of a layer in one call of the C extension, and the extension with its thread pool.
+
+It also copies tokens of a paged cache with transposed keys, as vLLM's CPUs have it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from kvmosaic.attention.layer_backend import Pools
@@ -275,3 +278,57 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and max(key.shape[-1], value.shape[-1]) <= MAX_DIM
         and query.shape[1] <= MAX_GROUP * key.shape[1]
     )
+
+
+class _Gather(ctypes.Structure):
+    """`Gather` in gather.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cache", "slots", "keys", "values")),
+        *((name, c_int64) for name in ("num_slots", "num_heads", "dim", "block_size", "number_bytes", "block_bytes")),
+        ("next", c_int64),
+    )
+
+
+def gather(
+    library: Library,
+    cache: Float[Tensor, "N G P D2"],
+    slots: Int[Tensor, " S"],
+    out: tuple[Float[Tensor, "S G D"], Float[Tensor, "S G D"]] | None = None,
+) -> tuple[Float[Tensor, "S G D"], Float[Tensor, "S G D"]]:
+    """Keys and values of tokens.
+
+    Args:
+        library: the extension.
+        cache: [N, G, P, 2D], each block and head contiguous: keys [D, P], then values [P, D].
+        slots: [S] int64; token p of block n is slot n P + p.
+        out: where to, contiguous: new memory in every call would be zeroed by the system first.
+
+    Raises:
+        ValueError: a cache of another kind, or a slot outside it.
+    """
+    num_blocks, num_heads, block_size, both = cache.shape
+    if cache.device.type != "cpu" or cache.itemsize not in (2, 4) or not cache[0].is_contiguous():
+        raise ValueError(f"a cache of {cache.dtype} with strides {cache.stride()} on {cache.device}")
+    if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < num_blocks * block_size:
+        raise ValueError(f"slots {int(slots.min())} to {int(slots.max())} of {num_blocks * block_size}")
+    slots = slots.to(torch.int64).contiguous()
+    shape = (len(slots), num_heads, both // 2)
+    keys, values = out or (torch.empty(shape, dtype=cache.dtype), torch.empty(shape, dtype=cache.dtype))
+    for each in (keys, values):
+        if each.shape != shape or each.dtype is not cache.dtype or not each.is_contiguous():
+            raise ValueError(f"copies of {shape} do not go into {tuple(each.shape)} of {each.dtype}")
+    given = _Gather(
+        cache=cache.data_ptr(),
+        slots=slots.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        num_slots=len(slots),
+        num_heads=num_heads,
+        dim=both // 2,
+        block_size=block_size,
+        number_bytes=cache.itemsize,
+        block_bytes=cache.stride(0) * cache.itemsize,
+    )
+    library.functions.kvmosaic_gather(ctypes.byref(given), library.parallel, c_int64(torch.get_num_threads()))
+    return keys, values

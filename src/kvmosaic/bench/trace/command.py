@@ -248,8 +248,7 @@ def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher,
     if run.model is None:
         return None
     from kvmosaic.bench.models import model_folder
-    from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay
-    from kvmosaic.bench.trace.tiny_model import save_tiny_model
+    from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay, save_tiny_model
     from kvmosaic.model.quiet import quiet_libraries
 
     quiet_libraries()

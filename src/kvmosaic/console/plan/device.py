@@ -117,7 +117,7 @@ def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path |
             console.print(part)
             console.print()
     if plot is not None:
-        from kvmosaic.capacity.plot import save_plot
+        from kvmosaic.capacity.plan import save_plot
 
         try:
             save_plot(plan, plot)

@@ -8,7 +8,7 @@
     plugin.py       entry point that vLLM loads at startup
 
 Connector, middleware and entry point are vLLM's own extension points. Only reports have none on their way to an answer:
-the middleware wraps one method of the engine's client (`front/engine_outputs.py`).
+the middleware wraps one method of the engine's client (`report.py`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Reuse reports of composed requests: built by vLLM's scheduler, and shelved until the API server answers."""
+"""Reuse reports of composed requests: built by vLLM's scheduler, sent, and shelved until the API server answers."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import accumulate
 from typing import Any, Literal
 
+from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
 from kvmosaic.layout import MIXED_UP, Layout, Span, alike_pair, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
@@ -266,3 +269,67 @@ class ReportShelf:
 
 SHELF = ReportShelf()
 """The shelf of this process: reports arrive with the engine's outputs, and another part answers the requests."""
+
+
+class ReportSender:
+    """Sends each report with the first output of its request, in its `trace_headers`.
+
+        request.trace_headers ──▶ EngineCoreOutput.trace_headers ──▶ the API server with this request
+                       {…, HEADER: report}                             `shelve_reports`
+
+    vLLM copies these headers to every output, and reads only those of tracing. Its other ways lose reports: a finished
+    request's `kv_transfer_params` where the API server ends an answer at a stop string, or streams it (before 0.33);
+    statistics with `--disable-log-stats`, and with several API servers, of which one receives them.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[Any, Any]] = {}
+        """By id: requests without an output yet, and their own headers."""
+
+    def send(self, request: Any, report: dict[str, Any]) -> None:
+        """Adds the report to the next output of a request."""
+        self._sent[request.request_id] = request, request.trace_headers
+        request.trace_headers = {**(request.trace_headers or {}), HEADER: json.dumps(report)}
+
+    def remove_delivered(self) -> None:
+        """Restores the headers of requests that have an output; called in every step."""
+        for request_id in [name for name, (request, _) in self._sent.items() if request.num_output_tokens]:
+            request, headers = self._sent.pop(request_id)
+            request.trace_headers = headers
+
+    def forget(self, request_id: str) -> None:
+        """Drops a finished request; its last output keeps the headers."""
+        self._sent.pop(request_id, None)
+
+
+_METHOD = "process_outputs"
+
+
+def shelve_reports(state: Any, shelf: ReportShelf = SHELF) -> None:
+    """Stores the reports that arrive at this process from now on; safe to call again.
+
+    vLLM has no extension point for the outputs of its engine, so this wraps one method of one object: the output
+    processor of the engine's client. An engine client without one changes nothing.
+    """
+    processor = getattr(getattr(state, "engine_client", None), "output_processor", None)
+    process = getattr(processor, _METHOD, None)
+    if process is None or hasattr(process, "__wrapped__"):
+        return
+
+    @wraps(process)
+    def shelving(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            if (report := _report_in(output)) is not None:
+                shelf.put(output.request_id, report)
+        return process(outputs, *args, **kwargs)
+
+    setattr(processor, _METHOD, shelving)
+
+
+def _report_in(output: Any) -> dict[str, Any] | None:
+    """The report of an output: the first one has it in its headers, a finished one in its own field."""
+    if (text := (output.trace_headers or {}).get(HEADER)) is not None:
+        report = json.loads(text)
+    else:
+        report = (output.kv_transfer_params or {}).get(FIELD)
+    return report if isinstance(report, dict) and "segments" in report else None

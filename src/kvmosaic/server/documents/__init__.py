@@ -16,9 +16,10 @@ def router(services: Services) -> APIRouter:
     """Returns all routes of /v1/documents and /v1/files over one set of services."""
     from fastapi import APIRouter
 
-    from kvmosaic.server.documents import files, routes, uploads, warm_routes
+    from kvmosaic.server.documents import files, routes
 
     all_routes = APIRouter()
-    for part in (uploads, files, warm_routes, routes):  # those with a verb before the ids
-        all_routes.include_router(part.router(services))
+    # those with a verb before the ids
+    for part in (routes.batch_router, files.router, routes.warm_router, routes.router):
+        all_routes.include_router(part(services))
     return all_routes

@@ -1,11 +1,14 @@
-"""Cached chunks of stored documents: lookup, pinning and deletion between two engine steps."""
+"""Cached chunks of stored documents: lookup, pinning and deletion between two engine steps.
+
+A periodic sweep deletes expired documents and drops their chunks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -15,7 +18,14 @@ from kvmosaic.cache.groups import Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, encode_tokens
 from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, label_in
 from kvmosaic.engine import Engine
-from kvmosaic.errors import EngineError, InvalidPrompt, QuotaExceeded, UnknownChunk, UnknownDocument
+from kvmosaic.errors import (
+    DocumentStoreUnavailable,
+    EngineError,
+    InvalidPrompt,
+    QuotaExceeded,
+    UnknownChunk,
+    UnknownDocument,
+)
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document
 from kvmosaic.server.services import Services
@@ -345,3 +355,40 @@ def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:
         is_salted=bool(chunk.salt),
         compute_ms=chunk.compute_ms,
     )
+
+
+SWEEP_SECONDS = 5.0
+
+
+@asynccontextmanager
+async def swept(services: Services, seconds: float = SWEEP_SECONDS) -> AsyncIterator[None]:
+    """Sweeps every few seconds, as long as the app lives."""
+    task = asyncio.create_task(_sweep_always(services, seconds), name="document-sweep")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def sweep(services: Services) -> None:
+    """Deletes expired documents, and drops the chunks of all superseded texts."""
+    await asyncio.to_thread(_tidy, services.documents)
+    await drop_superseded(services, lingering=True)
+
+
+def _tidy(documents: DocumentStore) -> None:
+    documents.expire()
+    documents.save()
+
+
+async def _sweep_always(services: Services, seconds: float) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await sweep(services)
+        except DocumentStoreUnavailable as error:
+            logger.warning("expired documents are not deleted now: %s", error)
+        except Exception:  # the next sweep continues with the rest
+            logger.exception("the sweep of stored documents failed")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from kvmosaic.api import length_check
 from kvmosaic.api.document_writer import DocumentWriter
+from kvmosaic.api.length_check import most_chunk_tokens
 from kvmosaic.documents import DocumentDraft, StoredDocument
+from kvmosaic.errors import ChunkCacheFull
 from kvmosaic.extraction import extract_text
 from kvmosaic.server.documents.cached import apply_draft, count_kept, drop_superseded
-from kvmosaic.server.documents.length_check import check_length
 from kvmosaic.server.errors import ApiError, as_api_error
 from kvmosaic.server.services import Services
+
+if TYPE_CHECKING:
+    from kvmosaic.llm import LLM
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,3 +59,23 @@ class ServerWriter(DocumentWriter):
     def error_of(self, error: Exception) -> ApiError:
         """Returns the error that a client sees; the traceback of an unknown one goes to the log."""
         return as_api_error(error, self._request_id)
+
+
+def check_length(llm: LLM, draft: DocumentDraft, document_id: str | None = None) -> None:
+    """Checks that a document alone fits into a prompt of this server.
+
+    Raises:
+        InvalidPrompt: see `kvmosaic.api.length_check`.
+        ChunkCacheFull: it has more tokens than the chunk cache.
+    """
+    pool, limit = llm.engine.kv_cache.chunk_pool, most_chunk_tokens(llm.encoder)
+    cache_tokens = pool.num_blocks * pool.block_size if llm.has_chunk_cache else limit
+    prompt = length_check.check_length(llm.encoder, draft, document_id, min(limit, cache_tokens))
+    if prompt is None or not llm.has_chunk_cache:
+        return
+    num_tokens = sum(chunk.num_tokens for chunk in prompt.chunks)
+    if sum(pool.blocks_for(chunk.num_tokens) for chunk in prompt.chunks) > pool.num_blocks:
+        raise ChunkCacheFull(
+            f"the document has {num_tokens} tokens, and the chunk cache of this server {cache_tokens} "
+            "(--chunk-cache-size); store it in parts, or ask the operator of the server for a larger cache"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import (
+    Ending,
     GenerationRequest,
     WholeAnswer,
     deltas,
@@ -32,20 +33,23 @@ from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.replies import (
     AnswerMessage,
+    CallDelta,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatEnding,
     ChunkChoice,
+    FunctionDelta,
+    FunctionReply,
     MessageDelta,
+    ToolCallReply,
     error_replies,
     streamed,
 )
 from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
-from kvmosaic.server.openai.tool_answers import ending_with, message_deltas, message_of
 from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.tenants import Tenant, current_tenant
-from kvmosaic.tools import CallParser
+from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
 
 ROUTE = "/v1/chat/completions"
 
@@ -215,3 +219,38 @@ _EXAMPLE = (
     'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"reader",'
     '"choices":[{"index":0,"delta":{"content":" Oak Island"},"finish_reason":null}]}\n\ndata: [DONE]\n\n'
 )
+
+
+def message_of(answer: ToolAnswer) -> AnswerMessage:
+    """Returns the message of an answer: content is null where there are calls only."""
+    calls = [
+        ToolCallReply(id=call.id, type="function", function=FunctionReply(name=call.name, arguments=call.arguments))
+        for call in answer.parsed.calls
+    ]
+    content = answer.parsed.content
+    message = AnswerMessage(role="assistant", content=content or None if calls else content, refusal=None)
+    if calls:
+        message.tool_calls = calls
+    if answer.parsed.reasoning:
+        message.reasoning_content = answer.parsed.reasoning
+    return message
+
+
+def message_deltas(events: list[CallEvent]) -> Iterator[MessageDelta]:
+    """Yields events in OpenAI's shape: the name of a call first, then its arguments in pieces."""
+    for each in events:
+        if isinstance(each, ContentText):
+            yield MessageDelta(content=each.text)
+        elif isinstance(each, ReasoningText):
+            yield MessageDelta(reasoning_content=each.text)
+        elif isinstance(each, CallStart):
+            function = FunctionDelta(name=each.name, arguments="")
+            yield MessageDelta(tool_calls=[CallDelta(index=each.index, id=each.id, type="function", function=function)])
+        else:
+            function = FunctionDelta(arguments=each.text)
+            yield MessageDelta(tool_calls=[CallDelta(index=each.index, function=function)])
+
+
+def ending_with(parser: CallParser, ending: Ending, stop_reason: int | str | None) -> ChatEnding:
+    """Returns the finish reason of an answer that may have calls."""
+    return "tool_calls" if ending == "stop" and parser.is_called(stop_reason) else ending

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from kvmosaic.api.document_writer import DocumentWriter
 from kvmosaic.api.documents import (
     MAX_LIST,
     DeletedDocument,
@@ -24,14 +25,13 @@ from kvmosaic.api.documents import (
     NewDocument,
 )
 from kvmosaic.api.errors import ApiError, read_body
+from kvmosaic.api.files import DeletedFile, FileObject
 from kvmosaic.api.json_limits import check_json, check_json_type
-from kvmosaic.api.stored_files import not_served
+from kvmosaic.api.stored_files import create_file, find_file, list_files, not_served
 from kvmosaic.api.upload_batch import upload
 from kvmosaic.api.upload_body import MAX_UPLOADS, PAUSE_SECONDS, UploadBody
 from kvmosaic.documents import DocumentStore, Match, StoredDocument, StoreLimits, document_place
 from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
-from kvmosaic.integrations.vllm.front.files import ROUTE as FILES
-from kvmosaic.integrations.vllm.front.files import answer_file
 from kvmosaic.integrations.vllm.front.internal_requests import ask, whole_body
 from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
 from kvmosaic.integrations.vllm.front.replies import check_method, json_reply
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/documents"
 BATCH = f"{ROUTE}:batch"
+FILES = "/v1/files"
+_FILE_CONTENT = "/content"
 VECTOR_STORES = "/v1/vector_stores"
 _VERB = re.compile(rf"(.*):({'|'.join(VERBS)})", re.DOTALL)
 
@@ -290,3 +292,39 @@ def _read(store: DocumentStore, request: Request, name: str) -> Response:
 
 def _described(document: StoredDocument, status: int = 200, **details: Any) -> Response:
     return json_reply(DocumentObject.of(document, **details), status, {"etag": f'"{document.version}"'})
+
+
+class _FileQuery(BaseModel):
+    """Which part of the list is read."""
+
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 1_000
+    after: Annotated[str | None, Field(max_length=MAX_ID_CHARACTERS)] = None
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Annotated[str | None, Field(max_length=64)] = None
+
+
+async def answer_file(request: Request, name: str, writer: DocumentWriter) -> Response:
+    """Answers a request for the list of files ("" as name), or for one of them."""
+    if not name:
+        check_method(request.method, "GET", "POST")
+        if request.method == "POST":
+            return json_reply(await create_file(request, writer), has_defaults=True)
+    return await writer.in_thread(_file_reply, request, name, writer)
+
+
+def _file_reply(request: Request, name: str, writer: DocumentWriter) -> Response:
+    store, tenant = writer.store, writer.tenant
+    if not name:
+        query = read_body(_FileQuery, dict(request.query_params), "query")
+        return json_reply(
+            list_files(store, tenant, query.limit, query.after, query.order, query.purpose), has_defaults=True
+        )
+    if name.endswith(_FILE_CONTENT):
+        check_method(request.method, "GET")
+        return PlainTextResponse(find_file(store, tenant, name.removesuffix(_FILE_CONTENT)).content.text)
+    check_method(request.method, "GET", "DELETE")
+    file = find_file(store, tenant, name)
+    if request.method == "GET":
+        return json_reply(FileObject.of(file), has_defaults=True)
+    store.delete(tenant, name)
+    return json_reply(DeletedFile(id=name), has_defaults=True)

@@ -14,24 +14,31 @@ from vllm.v1.request import RequestStatus
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, UPDATE, Composition, trained_positions
 from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
-from kvmosaic.integrations.vllm.report import ComposedReport
+from kvmosaic.integrations.vllm.report import ComposedReport, ReportSender
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.requirement import is_composing_required, require_composing
-from kvmosaic.integrations.vllm.scheduler.admission import Admission, admit, move_in
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
-from kvmosaic.integrations.vllm.scheduler.chunk_lookup import ChunkLookup
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
     first_private_block,
     recomputed_runs,
     take_apart,
 )
 from kvmosaic.integrations.vllm.scheduler.chunk_requests import ChunkRequests
-from kvmosaic.integrations.vllm.scheduler.composed import ComposedHasher, ComposedRequest, report_of
+from kvmosaic.integrations.vllm.scheduler.composed import (
+    Admission,
+    ChunkLookup,
+    ComposedHasher,
+    ComposedRequest,
+    OwnTokensHasher,
+    admit,
+    hide_documents,
+    move_in,
+    report_of,
+    show_documents,
+)
 from kvmosaic.integrations.vllm.scheduler.document_pool import read_claims
 from kvmosaic.integrations.vllm.scheduler.eviction_order import EvictionOrder
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
-from kvmosaic.integrations.vllm.scheduler.own_tokens import OwnTokensHasher, hide_documents, show_documents
-from kvmosaic.integrations.vllm.scheduler.report_sender import ReportSender
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk, Tiering
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     Bypass,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.native.backend import Library, load_library
-from kvmosaic.attention.native.gather import gather
+from kvmosaic.attention.native.backend import Library, gather, load_library
 from kvmosaic.errors import NativeUnavailable, NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, stand_in
 from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization, QuantizedLayout

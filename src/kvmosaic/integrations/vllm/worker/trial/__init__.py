@@ -3,8 +3,6 @@
 rotation.py     limits of rounding; keys against the pair they rotate in; a rotary embedding called directly
 attention.py    inputs and outputs of attention layers; the same by a dense softmax
 plan.py         the tokens, their positions and blocks
-units.py        modules around attention layers
 layer_trial.py  one layer, called again with its inputs: its rotation, cache, attention, and the rest of it
-attention_trial.py  attention modules alone, where the model cannot be called
 caches.py       moves in the caches, where no module can be called
 """
