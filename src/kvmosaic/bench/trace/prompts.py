@@ -24,6 +24,7 @@ _NUM_FILLERS = 20
 """Words of one letter each, so that with any tokenizer long blocks have as many tokens per word as short ones."""
 _MAX_DOCUMENTS = 10**6
 _AUTO = preamble_rule("auto")
+_COMPANION = (0,) * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class PromptWriter:
             segments = [*_split_words(system, head[: len(head) - len(segments)]), *segments]
         elif system:
             segments.insert(0, Segment(SegmentKind.SYSTEM, system))
-        return self._encoders[variant.preamble].encode(Prompt((*segments, Segment(SegmentKind.QUESTION, rest))))
+        prompt = Prompt((*segments, Segment(SegmentKind.QUESTION, rest)), companions=(_COMPANION,))
+        return self._encoders[variant.preamble].encode(prompt)
 
     def lengths(self, request: TraceRequest) -> tuple[int, int]:
         """Tokens of the system text, and of all documents together."""

@@ -29,5 +29,6 @@ VARIANTS = (
     Variant("system", "the whole system text"),
     FIRST_BLOCK,
     Variant("auto", "it, up to the first date", "auto"),
+    Variant("companions", "it, and a companion", "auto", chunk_context="companions"),
     Variant("none", "nothing", chunk_context="none"),
 )
