@@ -41,23 +41,29 @@ def url(tmp_path: Path) -> str:
     return f"disk:{tmp_path}/tier?quota=1GiB"
 
 
+ONE_COPY = ("--chunk-context", "system")
+
+
 def warm(model: Path, folder: Path, *options: str | Path, exit_code: int = 0, **environment: str) -> dict:
-    result = run("warm", model, folder, "--json", *options, **environment)
+    result = run("warm", model, folder, "--json", *ONE_COPY, *options, **environment)
     assert result.exit_code == exit_code, result.output
     return json.loads(result.stdout)
 
 
 def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder = write(tmp_path / "texts", 5)
-    done = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.")
+    default = ("--chunk-tier", url, "--system", "Answer.", "--chunk-context", "companions")
+    done = warm(tiny_model, folder, *default)
     num_tokens = sum(path.stat().st_size for path in folder.iterdir()) - 5  # one per byte; the last space is cut
-    assert (done["documents"], done["computed"], done["skipped"], done["tokens"]) == (5, 5, 0, num_tokens)
+    assert (done["documents"], done["computed"], done["skipped"]) == (5, 5, 0)
+    assert done["tokens"] == 2 * num_tokens, "as the first one, and as a later one"
+    assert len(files(tmp_path / "tier")) == 10
     assert done["bytes"] == sum(path.stat().st_size for path in files(tmp_path / "tier"))
-    again = warm(tiny_model, folder, "--chunk-tier", url, "--system", "Answer.")
+    again = warm(tiny_model, folder, *default)
     assert (again["computed"], again["skipped"], again["tokens"], again["bytes"]) == (0, 5, 0, 0)
     asked = ("-q", "Where?", "--documents", folder, "--system", "Answer.", "--chunk-tier", url)
     asked = (*asked, "--chunk-loading", "always")
-    assert "(5 from tiers); every question reuses them" in run("run", tiny_model, *asked, "--max-tokens", "1").stderr
+    assert "(10 from tiers); every question reuses them" in run("run", tiny_model, *asked, "--max-tokens", "1").stderr
 
 
 def test_a_copy_of_the_folder_of_a_disk_tier_is_the_same_tier(tiny_model: Path, tmp_path: Path, url: str) -> None:
@@ -197,7 +203,7 @@ def test_entries_that_could_not_be_used_are_computed_again(tiny_model: Path, tmp
 
 def test_a_quota_that_is_too_small_is_told(tiny_model: Path, tmp_path: Path) -> None:
     folder = write(tmp_path / "texts", 4)
-    result = run("warm", tiny_model, folder, "--chunk-tier", f"disk:{tmp_path}/tier?quota=150KiB")
+    result = run("warm", tiny_model, folder, "--chunk-tier", f"disk:{tmp_path}/tier?quota=150KiB", *ONE_COPY)
     assert result.exit_code == 1 and "2 of 4 chunks are not in every tier" in result.stderr
 
 
@@ -219,6 +225,7 @@ def test_tiers_that_keep_nothing_are_refused(tiers: tuple[str, ...], said: str, 
 def started(model: Path, folder: Path, url: str) -> subprocess.Popen[str]:
     """The real command, in a process of its own, on one thread."""
     command = [sys.executable, "-m", "kvmosaic", "warm", str(model), str(folder), "--chunk-tier", url, "--json"]
+    command += ONE_COPY
     return subprocess.Popen([*command, "--num-threads", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

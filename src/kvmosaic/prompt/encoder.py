@@ -168,7 +168,12 @@ class PromptEncoder:
         companions = prompt.companions or self._companion_tokens(_found_text, segments)
         checked = self._checked(segments, encodings, prompt.salt)
         checked = replace(
-            checked, tenant=prompt.tenant, is_joined=prompt.is_joined, companions=companions, adapter=prompt.adapter
+            checked,
+            tenant=prompt.tenant,
+            is_joined=prompt.is_joined,
+            companions=companions,
+            place=prompt.place,
+            adapter=prompt.adapter,
         )
         if not self._is_joining or checked.is_plain:
             return checked

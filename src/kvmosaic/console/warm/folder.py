@@ -225,10 +225,14 @@ class _Warmer:
         found = encoder.settings.find_documents
         prompt = encoder.encode_documents([{"id": name, "text": text}], system, find_documents=found)
         prompt = replace(prompt, tenant=self._tenant)
-        before = tuple(segment for segment in prompt.segments if str(segment.kind) == "system")
-        after = prompt.segments[-1]
-        singles = [replace(prompt, segments=(*before, chunk, after)) for chunk in prompt.chunks]
-        return [(span.key, single) for single in singles for span in self._llm.plan(single).spans if span.is_chunk]
+        with_places = self._llm.chunk_cache_config.context_in() == "companions"
+        return [
+            (span.key, single)
+            for single in prompt.singles()
+            for copy in single.singles(with_places=with_places)
+            for span in self._llm.plan(copy).spans
+            if span.is_chunk
+        ]
 
     def _warm(self, batch: _Batch) -> None:
         known = self._stored.find({key for _, key, _ in batch.chunks}) | self._counts.chunks.keys()
@@ -244,7 +248,7 @@ class _Warmer:
                 self._stop.check()
 
             try:
-                self._llm.chunks.warm(list(wanted.values()), progress)
+                self._llm.chunks.warm(list({id(prompt): prompt for prompt in wanted.values()}.values()), progress)
             except (InvalidPrompt, CacheError, RequestTooLarge) as error:
                 if len(batch.names) > 1:  # one of them failed: retry each alone
                     for name in batch.names:
