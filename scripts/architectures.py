@@ -62,6 +62,9 @@ then keep the values of the position they were computed at; cached and recompute
 chunk differs from a dense forward at the new position. Llama 4 is limited to sequences and forwards shorter than its
 `floor_scale`, because it counts tokens instead of reading positions.
 
+Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is recognized by the name
+of its class, and its adapter is compared with the module's own code at load.
+
 Falcon rounds its bias to bfloat16 in every type, so that the bias of two tokens depends on their positions. In bfloat16
 that is ordinary rounding; in a finer type its chunks are used only at the positions where they were computed.
 """
