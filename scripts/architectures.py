@@ -6,6 +6,7 @@ python scripts/architectures.py
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,44 +39,43 @@ Does my model work, and which parts of it does kvmosaic support? Look it up belo
     kvmosaic check path/to/a/model
 
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
+{num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 
-Every row is a tiny random model of that architecture in float64: a few layers, windows of 8 tokens, norms that are not
-neutral. The properties below were detected by running the model's own attention at load, not looked up by name.
+Each was run as a tiny random model in float64: a few layers, windows of 8 tokens, norms that are not neutral. Its
+properties were detected by running its own attention at load, not looked up by name.
 
 - **rotation**: which dimensions are rotated in pairs ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
   "bias": layers that add a slope times the distance to every score (ALiBi); only torch attention computes it.
 - **mask**: tokens that a layer hides besides future ones.
 - **kept**: numbers stored per token and layer. "latent": the compressed latent and its rotary part, once for all heads.
-- **dense**: largest difference of a logit between our dense attention and transformers' own eager attention (Falcon:
-  its sdpa attention) on a composed prompt (`shared` positions, written-out mask).
-- **composed**: largest difference of a logit between the engine (chunks cached, cold and warm) and one dense forward,
-  in `shared` positions.
-- **moved**: the same in `sequential` positions, where cached chunks are used at other positions than their own.
+
+| largest difference of a logit, over all of them | |
+| --- | --- |
+| our dense attention / transformers' eager attention (Falcon: sdpa), composed prompts, `shared` positions | {dense} |
+| the engine (chunks cached, cold and warm) / one dense forward, in `shared` positions | {composed} |
+| the same in `sequential` positions, where cached chunks are moved | {moved} |
 
 In some models a token depends on its absolute position by more than the rotation: Beam scales the queries of layers
 without rotation, Ministral 3 and Mistral 4 those of far positions, Llama 4 cuts positions into chunks. Cached chunks
 then keep the values of the position they were computed at; cached and recomputed are still the same, but a moved
-chunk differs from a dense forward at the new position. Llama 4 counts tokens instead of reading positions for this,
-so it is limited to sequences and forwards shorter than its `floor_scale`.
+chunk differs from a dense forward at the new position. Llama 4 is limited to sequences and forwards shorter than its
+`floor_scale`, because it counts tokens instead of reading positions.
 
-Attention that is implemented inside its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is recognized by
-the name of its class and gets an adapter at load: the module projects, our attention attends, and the result is
-compared with the module's own code. Falcon rounds its bias to bfloat16 in every type, so that the bias of two tokens
-depends on their positions. In bfloat16 that is ordinary rounding; in a finer type its chunks are used only at the
-positions where they were computed.
+Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is recognized by the name
+of its class, and its adapter is compared with the module's own code at load.
 
-{num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
+Falcon rounds its bias to bfloat16 in every type, so that the bias of two tokens depends on their positions. In bfloat16
+that is ordinary rounding; in a finer type its chunks are used only at the positions where they were computed.
 """
 
 
 FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
 refused at load.
 
-In `shared` positions every chunk is computed right after the system prompt and read there, independent of the other
-chunks: nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed at its
-`position_offset` and reused at that offset only. The model's table limits positions: a prompt or an offset beyond it
-is refused before it runs."""
+In `shared` positions nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed
+at its `position_offset` and reused at that offset only. A prompt or an offset beyond the model's table of positions is
+refused before it runs."""
 
 
 def dense_difference(model: LoadedModel) -> float:
@@ -138,30 +138,46 @@ def _kept(layer: LayerSpec) -> str:
     return str(layer.num_kv_heads * (layer.key_dim + layer.value_dim))
 
 
-def _number(difference: float | None) -> str:
-    if difference is None:
-        return ""
-    return "0" if difference == 0 else f"{difference:.0e}"
-
-
 def _label(family: str) -> str:
     model_type = FAMILIES[family].model_type
     return f"`{model_type}`" + ("" if family == model_type else f" ({family})")
 
 
-def _row(family: str, model: LoadedModel, measures: dict[str, Measure]) -> str:
-    cells = [
-        _label(family),
+def _reason(error: UnsupportedModel) -> str:
+    """Why a model is refused, without the names of its classes."""
+    text = re.sub(r"^(the attention of )?\w+(ForCausalLM|LMHeadModel)", r"\1the model", str(error))
+    return re.sub(r"(token to token) \(\w+\)", r"\1", text).removesuffix(f"; {WAY_OUT}")
+
+
+def _properties(model: LoadedModel) -> tuple[str, str, str]:
+    return (
         _distinct([_rotation(layer) for layer in model.layers]),
         _distinct([str(layer.mask) for layer in model.layers]),
         _distinct([_kept(layer) for layer in model.layers]),
-        *(_number(measure(model)) for measure in measures.values()),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )
 
 
-def _table(columns: list[str], rows: list[str]) -> str:
-    return "\n".join(["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns), *rows])
+def _table(columns: list[str], rows: list[tuple[str, tuple[str, ...]]]) -> str:
+    """A line for each group of architectures with the same properties."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for label, cells in rows:
+        groups.setdefault(cells, []).append(label)
+    lines = [f"| {' | '.join([', '.join(labels), *cells])} |" for cells, labels in groups.items()]
+    return "\n".join(["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns), *lines])
+
+
+Rows = list[tuple[str, tuple[str, ...]]]
+
+
+def page(movable: Rows, fixed: Rows, refused: Rows, **numbers: str | int) -> str:
+    """The whole page."""
+    columns = ["architectures", "rotation", "mask", "kept"]
+    text = HEADER.format(num_fixed=len(fixed), num_refused=len(refused), **numbers)
+    text += "\n## Movable\n\n" + _table(columns, movable)
+    text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
+    text += _table([*columns, "why"], fixed)
+    text += "\n\n## Refused\n\nEach is refused at load with the reason. "
+    return text + "So are encoder-decoder models (T5, BART).\n\n" + _table(["architectures", "why"], refused) + "\n"
 
 
 def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int]:
@@ -170,37 +186,34 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
     Returns:
         How many are movable, usable without moving, and refused.
     """
-    movable: list[str] = []
-    fixed: list[str] = []
-    refused: list[str] = []
+    movable: Rows = []
+    fixed: Rows = []
+    refused: Rows = []
     types: set[str] = set()
+    largest = dict.fromkeys(measures, 0.0)
     for family in FAMILIES:
         print(family, flush=True)
         try:
             model = LoadedModel.from_module(build(family))
         except UnsupportedModel as error:
-            refused.append(f"| {_label(family)} | {str(error).removesuffix(f'; {WAY_OUT}')} |")
+            refused.append((_label(family), (_reason(error),)))
             continue
-        row = _row(family, model, measures)
+        for name, measure in measures.items():
+            largest[name] = max(largest[name], measure(model) or 0.0)
         if model.is_movable:
-            movable.append(row)
+            movable.append((_label(family), _properties(model)))
             types.add(FAMILIES[family].model_type)
         else:
-            fixed.append(f"{row} {model.immovable_reason} |")
-    columns = ["architecture", "rotation", "mask", "kept", *measures]
-    text = HEADER.format(
+            fixed.append((_label(family), (*_properties(model), str(model.immovable_reason))))
+    text = page(
+        movable,
+        fixed,
+        refused,
         version=transformers.__version__,
         torch=torch.__version__,
         num_movable=len(types),
-        num_fixed=len(fixed),
-        num_refused=len(refused),
+        **{name: f"{difference:.0e}" for name, difference in largest.items()},
     )
-    text += "\n## Movable\n\n" + _table(columns, movable)
-    text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
-    text += _table([*columns, "why"], fixed)
-    text += "\n\n## Refused\n\nEach is refused at load with the reason. "
-    text += "So are encoder-decoder models (T5, BART).\n\n"
-    text += _table(["architecture", "why"], refused) + "\n"
     path.write_text(text, encoding="utf-8")
     return len(types), len(fixed), len(refused)
 

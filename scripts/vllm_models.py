@@ -30,14 +30,13 @@ check it:
     kvmosaic check path/to/a/model --vllm
 
 Written by `scripts/vllm_models.py` from the registry and the source of vLLM {vllm}, and the default configurations of
-transformers {transformers}; run it again instead of editing. What is decided here from the source is tested in every
-worker when vLLM starts: a model is composed only if its cache, its rotation and its attention pass that test
-([what is exact](vllm.md#what-is-exact)). A model below can still be refused there, with the reason in the log. The
-tests of this project run Llama, Qwen 2 and 3, Gemma 2 and 3, EXAONE 4, DeepSeek V2 (keys and values, and latent),
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL; the other rows were not run.
+transformers {transformers}; run it again instead of editing. Every worker tests cache, rotation and attention when vLLM
+starts ([what is exact](vllm.md#what-is-exact)) and can still refuse a model below, with the reason in the log. Tests of
+this project run Llama, Qwen 2 and 3, Gemma 2 and 3, EXAONE 4, DeepSeek V2 (keys and values, and latent),
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL; the others were not run.
 
-{num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not. Pooling models and
-draft models have no documents and are left out. A model that is not composed answers its prompts as vLLM does.
+{num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not; pooling models and
+draft models are left out. A model that is not composed answers its prompts as vLLM does.
 
 Models that also take images or sound compose prompts of text alone; repair and text between documents are not possible
 there. What decides is their language model, which the row names where vLLM's source or the default configuration does.
@@ -341,14 +340,19 @@ def table() -> str:
         num_depends=len(rows["depends"]),
         num_not=len(rows["not"]),
     )
-    text += _section("Composes", COMPOSES, ("architecture", "remarks"), rows["composes"])
-    text += _section("Depends on the configuration", DEPENDS, ("architecture", "composes where"), rows["depends"])
+    text += _section("Composes", COMPOSES, ("architectures", "remarks"), rows["composes"])
+    text += _section("Depends on the configuration", DEPENDS, ("architectures", "composes where"), rows["depends"])
     why = "\nA word in code is the `reason` of the metric `kvmosaic:bypassed_requests_total`.\n"
-    return text + _section("Does not compose", why, ("architecture", "why"), rows["not"])
+    return text + _section("Does not compose", why, ("architectures", "why"), rows["not"])
 
 
 def _section(title: str, lead: str, columns: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {columns[0]} | {columns[1]} |", "| --- | --- |", *(f"| `{name}` | {why} |" for name, why in rows)]
+    groups: dict[str, list[str]] = {}
+    for name, why in rows:
+        groups.setdefault(why, []).append(f"`{name}`")
+    several = sorted(groups.items(), key=lambda group: -len(group[1]))
+    lines = [f"| {columns[0]} | {columns[1]} |", "| --- | --- |"]
+    lines += [f"| {', '.join(names)} | {why} |" for why, names in several]
     return f"\n## {title}\n{lead}\n" + "\n".join(lines) + "\n"
 
 
@@ -359,7 +363,7 @@ def main() -> int:
     output = parser.parse_args().output
     text = table()
     output.write_text(text, encoding="utf-8")
-    print(f"{text.count('| `')} architectures -> {output}")
+    print(output)
     return 0
 
 
