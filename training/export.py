@@ -39,8 +39,8 @@ CHAT_TEMPLATE = """{{- bos_token }}
 {%- endif %}"""
 
 
-def model_config(config: ReaderConfig, tokenizer: Tokenizer, *, is_apart: bool = False) -> dict[str, object]:
-    """The content of config.json; `is_apart` says that the model was trained on documents computed alone."""
+def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object]:
+    """The content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,7 +61,7 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer, *, is_apart: bool =
         "tie_word_embeddings": True,
         "use_cache": True,
         "dtype": "bfloat16",
-        **({"reads_documents_apart": True} if is_apart else {}),
+        "kvmosaic_chunk_context": "system",  # a paragraph of prose, before its documents, confuses it
         "bos_token_id": token_id(tokenizer, BEGIN),
         "eos_token_id": token_id(tokenizer, END),
         "pad_token_id": token_id(tokenizer, PAD),
@@ -83,7 +83,7 @@ def tokenizer_config(config: ReaderConfig) -> dict[str, object]:
     }
 
 
-def export(checkpoint: Path, tokenizer_file: Path, output: Path, *, is_apart: bool = False) -> None:
+def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
     """Writes weights in bfloat16, configuration, tokenizer and chat template."""
     output.mkdir(parents=True, exist_ok=True)
     config = ReaderConfig()
@@ -92,7 +92,7 @@ def export(checkpoint: Path, tokenizer_file: Path, output: Path, *, is_apart: bo
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(output / "tokenizer.json"))
     documents: dict[str, dict[str, object]] = {
-        "config.json": model_config(config, tokenizer, is_apart=is_apart),
+        "config.json": model_config(config, tokenizer),
         "tokenizer_config.json": tokenizer_config(config),
         "generation_config.json": {
             "bos_token_id": token_id(tokenizer, BEGIN),
@@ -112,10 +112,8 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors")
     parser.add_argument("output", type=Path, help="model folder to write")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; the checkpoint's own by default")
-    parser.add_argument("--apart", action="store_true", help="trained on documents computed alone, not causally")
     options = parser.parse_args()
-    tokenizer = options.tokenizer or options.checkpoint / "tokenizer.json"
-    export(options.checkpoint, tokenizer, options.output, is_apart=options.apart)
+    export(options.checkpoint, options.tokenizer or options.checkpoint / "tokenizer.json", options.output)
 
 
 if __name__ == "__main__":

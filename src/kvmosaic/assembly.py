@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -57,6 +59,8 @@ MAX_LLAMA_CELLS = 32_768
 documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
+CHUNK_CONTEXT_KEY = "kvmosaic_chunk_context"
+"""In a model's config.json."""
 """The name of the small model that comes with the package."""
 
 
@@ -178,14 +182,16 @@ def bundled_reader() -> Path:
 
 
 def usual_context(model: str | Path | AnyModel) -> ChunkContext:
-    """What documents saw where nothing is set: companions, or nothing but the system text.
+    """What documents saw where nothing is set: as the model's configuration says, or companions.
 
-    The latter if the model was trained on documents that were computed alone, as the configuration of the bundled
-    reader says.
+    The small readers say "system": they know texts of their own kind only, and a paragraph of prose confuses them.
     """
-    if isinstance(model, LoadedModel):
-        return "system" if getattr(model.module.config, "reads_documents_apart", False) is True else "companions"
-    return "system" if model == BUNDLED_READER else "companions"
+    said = getattr(model.module.config, CHUNK_CONTEXT_KEY, None) if isinstance(model, LoadedModel) else None
+    if isinstance(model, str | Path):
+        path = (bundled_reader() if model == BUNDLED_READER else Path(model)) / "config.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not a folder, or it cannot be loaded either
+            said = json.loads(path.read_bytes())[CHUNK_CONTEXT_KEY]
+    return "system" if said == "system" else "companions"
 
 
 def profile_place(model: str | Path | AnyModel) -> Path | None:
