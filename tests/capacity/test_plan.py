@@ -126,6 +126,7 @@ def test_notes_say_what_goes_wrong() -> None:
     assert "larger max_chunk_tokens" in notes and "some prompts will wait" in notes and "positions" in notes
     assert "larger max_chunks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16)).notes)
     assert "larger blocks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16), block_size=1).notes)
+    assert "is kept twice, unless chunk_context is system" in notes
 
 
 def test_plot_begins_with_one_document_and_only_rises() -> None:

@@ -300,6 +300,11 @@ def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:
         notes.append(f"more than {config.max_chunks:,} documents at once need a larger max_chunks")
     if room.is_cut:
         notes.append(f"a pool has at most {room.chunk_blocks:,} blocks; larger blocks would use the rest of the memory")
+    if demand.documents_per_prompt > 1:
+        notes.append(
+            "a document that is the first of one prompt and a later one of another is kept twice, unless chunk_context "
+            "is system"
+        )
     busy = min(demand.concurrency * demand.documents_per_prompt, demand.documents)
     if busy > room.resident:
         notes.append(
