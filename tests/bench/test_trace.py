@@ -163,7 +163,9 @@ def test_an_interrupt_keeps_what_was_measured() -> None:
 
 
 def test_an_interrupt_while_a_model_answers_keeps_the_simulation() -> None:
-    report = replay_trace(TraceRun(EXCERPT, requests=20, model="random-tiny"), InterruptedAfter(5 * 20 + 25))
+    report = replay_trace(
+        TraceRun(EXCERPT, requests=20, model="random-tiny"), InterruptedAfter(len(VARIANTS) * 20 + 25)
+    )
     assert len(report.rows) == len(VARIANTS)
     assert [(row.served.variant, row.served.num_requests) for row in report.served] == [("prefix", 20), ("system", 5)]
 

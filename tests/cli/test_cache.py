@@ -284,6 +284,7 @@ def documents(tmp_path: Path) -> Path:
 def test_run_and_check_use_tiers(tiny_model: Path, documents: Path, tmp_path: Path) -> None:
     tiers = ("--chunk-tier", f"disk:{tmp_path}/tier?quota=1GiB", "--chunk-codec", "int8")
     asked = ("run", tiny_model, "--documents", documents, "-q", "Where?", "--max-tokens", "2", "--json")
+    asked = (*asked, "--chunk-context", "system")
     first = run(*asked, *tiers, KVMOSAIC_CHUNK_SECRET="a long secret")
     assert first.exit_code == 0, first.output
     assert len(files(tmp_path / "tier")) == 3

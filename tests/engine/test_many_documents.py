@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ QUESTION = [{"role": "user", "content": "Where does the ferry go?"}]
 
 
 def documents(count: int) -> list[dict[str, Any]]:
-    return [{"text": f"Ferry {number} goes to Oak Island."} for number in range(count)]
+    """They are not alike."""
+    return [{"text": "".join(Random(number).choices("abcdefghijklmnopqrstuvwxyz ", k=10))} for number in range(count)]
 
 
 def answer(count: int, repair: str | None = None, **config: Any) -> Any:

@@ -16,7 +16,7 @@ from support.server import ServeCommand
 from support.tiny import save_tiny_model
 from typer.testing import CliRunner
 
-from kvmosaic import LLM, SamplingParams
+from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
@@ -48,7 +48,7 @@ def answers_of(llm: LLM, case: Case, repair: str) -> str:
 def cases(model: Path) -> list[Case]:
     """Questions whose right answer is that of full attention, which isolated documents do not give."""
     found = []
-    with LLM(model, dtype="float32") as llm:
+    with LLM(model, dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_context="system")) as llm:
         for number in range(40):
             documents = tuple(
                 Document(f"House {number + at} is {colour}.") for at, colour in enumerate(("red", "blue"))

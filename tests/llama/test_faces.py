@@ -31,6 +31,7 @@ def test_a_gguf_file_runs_in_llama_cpp_and_documents_are_reused_in_any_order() -
     with LLM(reader_file("Q8_0"), chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB")) as llm:
         assert llm.model.engine_name == "llama.cpp" and llm.has_chunk_cache
         first, _ = answer(llm, DOCUMENTS)
+        llm.warm(DOCUMENTS)
         again, reused = answer(llm, DOCUMENTS[::-1])
         assert len(first) > 2 and len(again) > 2 and reused > 20
 

@@ -32,7 +32,7 @@ from kvmosaic.layout import (
     choose_strategy,
     exact_spans,
 )
-from kvmosaic.layout.strategies import AUTO
+from kvmosaic.layout.strategies import AUTO, strategy_names
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
@@ -87,6 +87,7 @@ class Placer:
         self._model = model
         self._names = NameFinder(model.tokenizer)
         self._config = config
+        self._contexts = {name: config.context_in(name) for name in strategy_names()}
         self._clock = clock
         self._max_in_full = min(max_in_full, max_positions or max_in_full)
         if config.says("repair"):
@@ -185,7 +186,7 @@ class Placer:
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
-        context = context or self._config.context_in(strategy)
+        context = context or self._contexts[strategy]
         if context == "companions":
             prompt = _with_kin(prompt)
         if chunks_only:  # texts are computed with the request

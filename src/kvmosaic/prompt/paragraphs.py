@@ -25,9 +25,9 @@ _SHARE: Final = {"ja": 0.1, "zh": 0.3}
 _WORDS: Final = {
     "en": frozenset("the of and is was that with for are it this by from".split()),
     "de": frozenset("der die und das ist nicht mit von den dem des ein eine auf sich wird".split()),
-    "es": frozenset("el los las y del que una por con es se para su al".split()),
+    "es": frozenset("el los las del que una por con es se para su al como".split()),
     "fr": frozenset("le les des et est une dans du pour qui sur au par il".split()),
-    "pt": frozenset("o os do da em um uma não que é dos das ao na".split()),
+    "pt": frozenset("os do da em um uma não que dos das ao na se com".split()),
 }
 _LOOKED_AT = 600
 """Characters of a document."""
@@ -60,4 +60,4 @@ def _language(text: str) -> str:
     words = _WORD.findall(text.lower())
     counts = {language: sum(word in known for word in words) for language, known in _WORDS.items()}
     best = max(counts, key=counts.__getitem__)
-    return best if counts[best] > 0.08 * len(words) else ""
+    return best if counts[best] > 0.08 * len(words) and len(_WORDS[best].intersection(words)) > 1 else ""

@@ -18,6 +18,7 @@ from kvmosaic.cache import KVCache, Plan
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidTrace, RequestTooLarge
 from kvmosaic.layout import arrange
+from kvmosaic.prompt import SegmentKind
 
 MAX_BLOCKS = 2**21
 MAX_CACHED_TOKENS = 2**27
@@ -146,4 +147,5 @@ def _reused(plan: Plan, request: TraceRequest, writer: PromptWriter) -> tuple[tu
     if request.documents and not chunks:
         num_system, num_documents = writer.lengths(request)
         num_reused = reused_documents(plan.reused_tokens, num_system, num_documents)
-    return (num_documents, num_reused), (plan.num_tokens, plan.reused_tokens)
+    spans = [span for span in plan.spans if span.kind is not SegmentKind.COMPANION]
+    return (num_documents, num_reused), (sum(s.num_tokens for s in spans), sum(s.num_reused for s in spans))
