@@ -204,8 +204,7 @@ class Engine(InferenceEngine):
             prompt: a prompt with token ids.
             params: sampling parameters.
             request_id: a name of your own; None generates one.
-            priority: higher runs first, from -100 to 100; waiting requests age, so that none starves (see
-                `EngineConfig.priority_aging_seconds`).
+            priority: higher runs first, from -100 to 100; waiting requests age, so that none starves.
             note: why this prompt was not composed, for its report.
             position_strategy: overrides the configured one.
             chunk_context: overrides the configured one.
@@ -403,7 +402,6 @@ class Engine(InferenceEngine):
             priority,
             "; ".join(part for part in (note, self.runner.model.frequency_note) if part),
             grammar=None if structure is None else self.grammars.compile(structure),
-            aging_seconds=self.config.priority_aging_seconds,
             scoring=scoring,
         )
         sequence = self._requests.add(request)
