@@ -267,7 +267,6 @@ class Engine(InferenceEngine):
         self,
         prompt: Prompt,
         *,
-        request_id: str | None = None,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Request:
@@ -275,7 +274,7 @@ class Engine(InferenceEngine):
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
-        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), request_id)
+        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None)
 
     def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.

@@ -9,7 +9,6 @@ from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidPriority
 
 PriorityClass = Literal["low", "normal", "high"]
-PRIORITY_CLASSES: tuple[PriorityClass, ...] = ("low", "normal", "high")
 
 AGING_SECONDS = 60.0
 """Seconds of waiting that count as one step of priority: people notice minutes, and the gap between a batch job and an
