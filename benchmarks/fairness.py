@@ -30,7 +30,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -41,7 +41,8 @@ from rich.console import Console
 
 from kvmosaic.assembly import build_engine
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.engine import Engine, Request
+from kvmosaic.engine import Engine, Request, preemption, priorities
+from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
@@ -75,12 +76,32 @@ KINDS = (
     Kind("long", 0.25, 0, 160, 48),
     Kind("long, low", 0.15, -10, 320, 64),
 )
-POLICIES: dict[str, dict[str, Any]] = {
-    "no priorities": {"ignores": True, "priority_aging_seconds": None, "preemption_gap": None},
-    "strict": {"priority_aging_seconds": None, "preemption_gap": None},
-    "aging": {"priority_aging_seconds": AGING, "preemption_gap": None},
-    "aging, gives way, recompute": {"priority_aging_seconds": AGING, "preemption": "recompute"},
-    "aging, gives way, swap": {"priority_aging_seconds": AGING, "preemption": "swap"},
+NO_AGING = 1e9
+"""Ticks for one step of priority that nothing waits for."""
+GAP, NO_GAP = preemption.PREEMPTION_GAP, 2 * MAX_PRIORITY + 1
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The scheduler's policy with other constants: what each part of it is for."""
+
+    aging: float = AGING
+    gap: int = GAP
+    preemption: Literal["auto", "recompute", "swap"] = "auto"
+    ignores: bool = False
+    """Whether requests come without their priorities."""
+
+    def set(self) -> None:
+        """Makes it that of the engines of this process."""
+        priorities.AGING_SECONDS, preemption.PREEMPTION_GAP = self.aging, self.gap
+
+
+POLICIES = {
+    "no priorities": Policy(NO_AGING, NO_GAP, ignores=True),
+    "strict": Policy(NO_AGING, NO_GAP),
+    "aging": Policy(gap=NO_GAP),
+    "aging, gives way, recompute": Policy(preemption="recompute"),
+    "aging, gives way, swap": Policy(preemption="swap"),
 }
 
 
@@ -106,8 +127,8 @@ def build_model() -> LoadedModel:
 class World:
     """An engine whose clock is moved by what its steps compute."""
 
-    def __init__(self, model: LoadedModel, policy: dict[str, Any]) -> None:
-        options = {name: value for name, value in policy.items() if name != "ignores"}
+    def __init__(self, model: LoadedModel, policy: Policy) -> None:
+        policy.set()
         per_block = model.bytes_per_token() * 16
         self.now = 0.0
         self.num_tokens = 0
@@ -115,7 +136,12 @@ class World:
         self.engine: Engine = build_engine(
             model,
             ChunkCacheConfig(chunk_cache_size=per_block * 128),
-            EngineConfig(request_cache_size=per_block * 96, max_num_seqs=16, max_num_batched_tokens=256, **options),
+            EngineConfig(
+                request_cache_size=per_block * 96,
+                max_num_seqs=16,
+                max_num_batched_tokens=256,
+                preemption=policy.preemption,
+            ),
         )
         for part in (self.engine, self.engine.scheduler, self.engine.scheduler.preemption):
             for name in ("clock", "_clock"):
@@ -193,9 +219,7 @@ def ticks_of_work(kind: Kind) -> float:
     return tokens * TICKS_PER_TOKEN + kind.answer / 6
 
 
-def run(
-    model: LoadedModel, policy: dict[str, Any], coming: Sequence[tuple[float, Kind, str]], seed: int
-) -> dict[str, Any]:
+def run(model: LoadedModel, policy: Policy, coming: Sequence[tuple[float, Kind, str]], seed: int) -> dict[str, Any]:
     """One policy: every request with its kind and tenant, and what the engine did."""
     world, chance, waiting = World(model, policy), random.Random(seed), list(coming)
     asked: list[tuple[Kind, str, Request]] = []
@@ -204,7 +228,7 @@ def run(
         while waiting and (waiting[0][0] <= world.now or not world.engine.has_unfinished_requests):
             arrival, kind, tenant = waiting.pop(0)
             world.now = max(world.now, arrival)
-            priority = 0 if policy.get("ignores") else kind.priority
+            priority = 0 if policy.ignores else kind.priority
             prompt = prompt_of(kind, chance, tenant)
             request = world.engine.add_request(prompt, params_of(kind), priority=priority, arrival_time=arrival)
             asked.append((kind, tenant, request))
@@ -233,7 +257,7 @@ def part(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def crowds(model: LoadedModel, policy: dict[str, Any], *, ticks: float = 20_000.0) -> dict[str, Any]:
+def crowds(model: LoadedModel, policy: Policy, *, ticks: float = 20_000.0) -> dict[str, Any]:
     """Three tenants with 1, 8 and 64 requests at a time: what each gets of what would be fair, and its longest wait."""
     found: dict[str, Any] = {}
     for name, params in (
@@ -369,7 +393,7 @@ def main() -> None:
     coming = arrivals(arguments.requests, arguments.load, arguments.seed)
     policies = {name: summary(run(model, policy, coming, arguments.seed), work) for name, policy in POLICIES.items()}
     report = {"arguments": vars(arguments), "aging_ticks": AGING, "alone_ticks": work, "policies": policies}
-    report["crowds"] = crowds(model, {"priority_aging_seconds": AGING, "preemption": "swap"})
+    report["crowds"] = crowds(model, POLICIES["aging, gives way, swap"])
     save("fairness", report)
     (RESULTS / "fairness.md").write_text(written(report))
     plot(report)

@@ -28,7 +28,7 @@ OPTIONS = f"""
     --dtype float32 --chunk-cache-size {CHUNK_CACHE} --request-cache-size 32MiB --swap-space 16MiB
     --chunk-loading always --chunk-pending 16MiB --chunk-staged 16MiB
     --document-ttl 120 --max-documents 100 --max-documents-bytes 2000000
-    --time-slice-seconds 5 --drain-seconds 10 --uvicorn-log-level warning
+    --drain-seconds 10 --uvicorn-log-level warning
 """.split()
 """What may fill is small, so that it is full early and memory is flat from then on."""
 SECONDS_TO_START = 300.0

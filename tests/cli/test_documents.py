@@ -165,7 +165,7 @@ def test_interrupted_sync_goes_on_where_it_ended(server: RunningServer, tmp_path
 
 
 def test_watched_folder_is_followed_until_ctrl_c(server: RunningServer, handbook: Path) -> None:
-    command = [sys.executable, "-m", "kvmosaic", "documents", "watch", str(handbook), "--interval", "0.1", "--delete"]
+    command = [sys.executable, "-m", "kvmosaic", "documents", "sync", str(handbook), "--watch", "--delete"]
     command += ["--server", server.url]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -209,7 +209,7 @@ def test_key_is_sent_and_a_missing_one_is_told(monkeypatch: pytest.MonkeyPatch, 
         assert kvmosaic(server, "ls").stdout == "no documents\n"
 
 
-@pytest.mark.parametrize("command", ["add", "ls", "show", "rm", "sync", "watch"])
+@pytest.mark.parametrize("command", ["add", "ls", "show", "rm", "sync"])
 def test_help_fits_a_narrow_terminal(command: str) -> None:
     result = CliRunner().invoke(app, ["documents", command, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
     assert result.exit_code == 0 and max(map(len, result.stdout.splitlines())) <= 80

@@ -92,8 +92,9 @@ def test_keyword_arguments_of_the_llm_are_the_fields_of_the_model_configuration(
 
 
 def test_values_by_name_become_configurations() -> None:
-    config = LLMConfig.from_values({"max_num_seqs": 3, "preemption_gap": 0, "chunk_codec": "int8", "repair": None})
-    assert (config.engine.max_num_seqs, config.engine.preemption_gap, config.tiers.chunk_codec) == (3, None, "int8")
+    config = LLMConfig.from_values({"max_num_seqs": 3, "log_stats_seconds": 0, "chunk_codec": "int8", "repair": None})
+    assert (config.engine.max_num_seqs, config.tiers.chunk_codec) == (3, "int8")
+    assert config.chunk_cache.log_stats_seconds is None
     assert not config.chunk_cache.says("repair"), "the model's profile may set it"
     assert config.chunk_cache == ChunkCacheConfig() and config.model == ModelConfig()
 
@@ -110,7 +111,6 @@ def test_values_by_name_become_configurations() -> None:
         (lambda: ChunkCacheConfig(log_stats_seconds=0), "a number above 0 and at most 86400, got 0"),
         (lambda: ChunkCacheConfig(long_chunks="cut"), "long_chunks is 'cut'; choose 'error' or 'split' or 'sections'"),
         (lambda: EngineConfig(max_num_seqs=0), "max_num_seqs must be a whole number between 1 and 65536, got 0"),
-        (lambda: EngineConfig(time_slice_seconds=0), "at most 1e6, or None for no limit, got 0"),
         (lambda: EngineConfig(swap_space=False), "a size must be a whole number of bytes"),
         (lambda: TierConfig(chunk_secret="short"), "chunk_secret must be a text of 8 to 1024 characters, got 5"),
     ],

@@ -237,9 +237,10 @@ def test_hit_starts_the_time_anew_only_if_asked_for() -> None:
     store, clock = make_store()
     store.create("a", DocumentDraft("one", ttl_seconds=10, refresh_ttl_on_hit=True), "kept")
     store.create("a", DocumentDraft("two", ttl_seconds=10), "lost")
+    assert text_of(store, "a", "lost") == "two"
     for _ in range(3):
         clock.now += 6
-        store.touched("a", ["kept", "lost", "unknown"])
+        assert text_of(store, "a", "kept") == "one"
         store.expire()
         store.check_invariants()
     assert text_of(store, "a", "kept") == "one"

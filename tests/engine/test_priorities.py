@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.clocked import World
+from support.clocked import NO_AGING, NO_GAP, World, policy
 from support.engines import GREEDY
 
 from kvmosaic.engine import Request
 from kvmosaic.engine.preemption import in_order
-from kvmosaic.engine.priorities import class_of, sort_key_of
+from kvmosaic.engine.priorities import AGING_SECONDS, class_of, sort_key_of
 from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
 from kvmosaic.prompt import Prompt
@@ -22,19 +22,15 @@ NUMBERS = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
 TIMES = st.integers(0, 10_000)
 
 
-@given(NUMBERS, TIMES, NUMBERS, TIMES, st.integers(0, 10_000), st.sampled_from([0.5, 1.0, 64.0]))
-def test_turns_order_requests_by_priority_and_waiting_at_any_time(priority, arrival, other, later, waited, aging):
+@given(NUMBERS, TIMES, NUMBERS, TIMES, st.integers(0, 10_000))
+def test_turns_order_requests_by_priority_and_waiting_at_any_time(priority, arrival, other, later, waited):
     def effective(priority, arrival, now):
-        return priority + (now - arrival) / aging
+        return AGING_SECONDS * priority + (now - arrival)
 
     now = max(arrival, later) + waited
     first, second = effective(priority, arrival, now), effective(other, later, now)
-    turns = sort_key_of(priority, arrival, aging), sort_key_of(other, later, aging)
+    turns = sort_key_of(priority, arrival), sort_key_of(other, later)
     assert (first > second) == (turns[0] < turns[1])
-
-
-def test_without_aging_priority_alone_counts():
-    assert sort_key_of(1, 1e9, None) < sort_key_of(0, 0.0, None) < sort_key_of(-1, 0.0, None)
 
 
 @pytest.mark.parametrize("priority", [101, -101, 2**40, 1.0, True, "1", None, float("nan")])
@@ -50,8 +46,9 @@ def test_priorities_are_counted_in_three_classes():
     assert [class_of(priority) for priority in (-100, -1, 0, 1, 100)] == ["low", "low", "normal", "high", "high"]
 
 
+@policy(aging=5.0)
 def test_who_waited_long_enough_goes_before_a_higher_priority():
-    world = World(max_running=1, priority_aging_seconds=5.0)
+    world = World(max_running=1)
     running, low = world.add(9, tokens=30), world.add(0)
     for _ in range(12):
         world.step()
@@ -60,8 +57,9 @@ def test_who_waited_long_enough_goes_before_a_higher_priority():
     assert running.finished_time < low.finished_time < high.finished_time, "it waited 12 seconds, which are worth 2.4"
 
 
+@policy(aging=5.0)
 def test_a_higher_priority_goes_before_who_has_not():
-    world = World(max_running=1, priority_aging_seconds=5.0)
+    world = World(max_running=1)
     world.add(9, tokens=30)
     low = world.add(0)
     for _ in range(8):
@@ -93,47 +91,50 @@ ALONE = 4
     arrivals=st.lists(st.lists(st.integers(0, HIGHEST), max_size=2), min_size=1, max_size=4),
     blocks=st.sampled_from([5, 8, 64]),
     running=st.integers(1, 3),
-    gap=st.sampled_from([None, 1, 3]),
+    gap=st.sampled_from([NO_GAP, 1, 3]),
 )
 def test_everybody_has_a_turn_whatever_comes(arrivals, blocks, running, gap):
-    world = World(max_running=running, blocks=blocks, priority_aging_seconds=AGING, preemption_gap=gap)
-    low = world.add(-1)
+    world = World(max_running=running, blocks=blocks)
     head_start = AGING * (HIGHEST + 1)  # who comes later than this stands behind it
     num_ahead = math.ceil(head_start + 1) * max(len(each) for each in arrivals)
     bound = head_start + (num_ahead + 1) * (ALONE + 1)
-    assert crowd(world, low, arrivals, int(bound) + 1) is not None
+    with policy(aging=AGING, gap=gap):
+        assert crowd(world, world.add(-1), arrivals, int(bound) + 1) is not None
 
 
-def test_without_aging_a_low_priority_waits_for_ever():
-    world = World(max_running=1, priority_aging_seconds=None)
+@policy(aging=NO_AGING)
+def test_without_aging_a_low_priority_would_wait_for_ever():
+    world = World(max_running=1)
     assert crowd(world, world.add(-1), [[0]], 200) is None
 
 
 def test_a_running_answer_does_not_give_way_for_ever():
-    world = World(blocks=8, priority_aging_seconds=AGING, preemption_gap=1)
-    low = world.add(-1, tokens=20)
-    assert crowd(world, low, [[2], [], [3]], 300) is not None
-    world = World(blocks=8, priority_aging_seconds=None, preemption_gap=None)
-    assert crowd(world, world.add(-1, tokens=20), [[2], [], [3]], 300) is None, "with this many, it takes aging"
+    def end_of(**constants):
+        with policy(**constants):
+            world = World(blocks=8)
+            return crowd(world, world.add(-1, tokens=20), [[2], [], [3]], 300)
+
+    assert end_of(aging=AGING, gap=1) is not None
+    assert end_of(aging=NO_AGING, gap=NO_GAP) is None, "with this many, it takes aging"
 
 
-@pytest.mark.parametrize(("gap", "gives_way"), [(1, True), (10, True), (11, False), (None, False)])
-def test_a_much_higher_priority_takes_the_place_of_a_running_answer(gap, gives_way):
-    world = World(max_running=2, preemption_gap=gap)
+@pytest.mark.parametrize(("priority", "gives_way"), [(100, True), (10, True), (9, False), (0, False)])
+def test_a_much_higher_priority_takes_the_place_of_a_running_answer(priority, gives_way):
+    world = World(max_running=2)
     low = [world.add(0, tokens=20) for _ in range(2)]
     world.step()
-    high = world.add(10)
+    high = world.add(priority)
     world.run()
     assert world.engine.scheduler.num_preemptions == int(gives_way)
     assert (high.finished_time < min(request.finished_time for request in low)) == gives_way
 
 
 def test_blocks_are_taken_for_a_much_higher_priority_only_if_that_makes_room():
-    world = World(blocks=12, preemption_gap=2)
+    world = World(blocks=12)
     kept = world.add(5, prompt=30, tokens=16)
     world.add(0, prompt=8, tokens=8)
     world.step()
-    high = world.add(6, prompt=20)
+    high = world.add(10, prompt=20)
     world.step()
     assert world.engine.scheduler.num_preemptions == 0, "with two blocks more it could not run either"
     world.run()
@@ -141,10 +142,10 @@ def test_blocks_are_taken_for_a_much_higher_priority_only_if_that_makes_room():
 
 
 def test_blocks_of_as_few_as_needed_are_taken_for_a_much_higher_priority():
-    world = World(blocks=20, preemption_gap=1)
+    world = World(blocks=20)
     low = [world.add(0, prompt=16, tokens=40) for _ in range(4)]
     world.step()
-    high = world.add(5, prompt=16, tokens=2)
+    high = world.add(10, prompt=16, tokens=2)
     world.step()  # there was room for it, which the others have grown into
     world.step()
     assert high.first_token_time is not None
@@ -153,8 +154,9 @@ def test_blocks_of_as_few_as_needed_are_taken_for_a_much_higher_priority():
     assert all(request.is_finished for request in low)
 
 
+@policy(aging=2.0, gap=1)
 def test_who_has_waited_as_long_as_the_gap_is_worth_does_not_give_way():
-    world = World(max_running=1, preemption_gap=1, priority_aging_seconds=2.0)
+    world = World(max_running=1)
     low = world.add(0, tokens=40)
     for _ in range(10):
         world.step()
@@ -165,8 +167,9 @@ def test_who_has_waited_as_long_as_the_gap_is_worth_does_not_give_way():
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=8))
+@policy(aging=NO_AGING, gap=1)
 def test_however_often_a_higher_priority_comes_little_is_computed_in_vain(pauses):
-    world = World(max_running=1, preemption_gap=1, priority_aging_seconds=None)
+    world = World(max_running=1)
     prompt, tokens = 20, 24
     low = world.add(0, prompt=prompt, tokens=tokens)
     sequence = world.engine._requests.sequences_of(low)[0]
@@ -191,13 +194,13 @@ def test_a_question_of_higher_priority_is_computed_before_the_rest_of_a_long_pro
 
 
 def test_who_computes_a_document_for_others_does_not_give_way_before_it_is_complete():
-    world = World(max_running=2, max_batched_tokens=8, preemption_gap=1)
+    world = World(max_running=2, max_batched_tokens=8)
     document = Prompt.from_tokens([1, 2], [list(range(40))], [3, 4])
     low = world.engine.add_request(document, replace(GREEDY, max_tokens=9))
     world.step()
-    reader = world.engine.add_request(document, replace(GREEDY, max_tokens=9), priority=5)
+    reader = world.engine.add_request(document, replace(GREEDY, max_tokens=9), priority=10)
     world.step()
-    high = world.add(5, tokens=1)
+    high = world.add(10, tokens=1)
     world.run()
     assert world.engine.kv_cache.statistics().computed_tokens == 40, "once"
     assert world.engine.scheduler.num_preemptions == 1, "when it was complete"

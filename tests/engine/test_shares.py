@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.clocked import World
+from support.clocked import World, policy
 from support.engines import build_engine
 from support.examples import examples
 from support.loaded import loaded_family
@@ -20,7 +21,6 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import TimeSlice
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import LEAST_TOKENS, SHARED_STEP_SECONDS
-from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 
@@ -55,9 +55,10 @@ def tokens_of(requests: list[Request]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("order", [("one", "few", "many"), ("many", "few", "one")])
+@policy(time_slice=SLICE)
 def test_tenants_with_one_eight_and_many_requests_without_end_get_fair_parts(order: tuple[str, ...]) -> None:
     wanted = {"one": 1, "few": 8, "many": 64}
-    world = World(max_running=8, blocks=1_024, time_slice_seconds=SLICE)
+    world = World(max_running=8, blocks=1_024)
     requests: list[Request] = []
     for tenant in order:
         requests += [world.add(tenant=tenant, **ENDLESS) for _ in range(wanted[tenant])]
@@ -101,8 +102,9 @@ def test_answers_to_one_prompt_take_no_more_places_than_there_are() -> None:
     assert [len(answer.token_ids) for answer in request.answers] == [6] * 10
 
 
+@policy(time_slice=SLICE)
 def test_nobody_waits_for_ever_behind_endless_answers_of_its_own_tenant() -> None:
-    world = World(max_running=4, blocks=512, time_slice_seconds=SLICE)
+    world = World(max_running=4, blocks=512)
     endless = [world.add(**ENDLESS) for _ in range(4)]
     world.step()
     waits = []
@@ -116,8 +118,9 @@ def test_nobody_waits_for_ever_behind_endless_answers_of_its_own_tenant() -> Non
     assert min(counts) > 0.7 * world.now, "they go on when their turn comes again"
 
 
-def test_without_a_time_slice_endless_answers_keep_their_places() -> None:
-    world = World(max_running=2, blocks=512, time_slice_seconds=None)
+@policy(time_slice=math.inf)
+def test_without_a_time_slice_endless_answers_would_keep_their_places() -> None:
+    world = World(max_running=2, blocks=512)
     for _ in range(2):
         world.add(**ENDLESS)
     world.step()
@@ -140,14 +143,9 @@ def test_a_time_slice_is_not_spent_on_what_was_computed_before() -> None:
     assert not turn.is_over(499.0, 60.0) and turn.is_over(500.0, 60.0), "as long as it took to come there"
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e7, True, "60"])
-def test_a_time_slice_outside_its_range_is_refused(seconds: object) -> None:
-    with pytest.raises(InvalidConfig, match="time_slice_seconds must be"):
-        World(time_slice_seconds=seconds)
-
-
+@policy(time_slice=SLICE)
 def test_weights_decide_between_tenants() -> None:
-    world = World(max_running=9, blocks=1_024, time_slice_seconds=SLICE)
+    world = World(max_running=9, blocks=1_024)
     world.engine.scheduler.shares.set_weight("heavy", 2.0)
     requests = [world.add(tenant=tenant, **ENDLESS) for tenant in ("light", "heavy") for _ in range(20)]
     for _ in range(400):
@@ -185,7 +183,7 @@ def test_another_tenant_at_most_doubles_the_wait_after_the_step_under_way(
 ) -> None:
     """Whether tokens or steps are what costs."""
     least = 8e-3
-    world = World(max_running=32, max_batched_tokens=512, blocks=8_192, costs=(least, each), time_slice_seconds=None)
+    world = World(max_running=32, max_batched_tokens=512, blocks=8_192, costs=(least, each))
 
     def seconds() -> float:
         asked = world.add(tenant="one", prompt=prompt, tokens=3)
@@ -229,7 +227,7 @@ def test_a_step_is_full_though_shares_are_not() -> None:
 
 
 def test_blocks_are_shared_too() -> None:
-    world = World(max_running=8, blocks=64, time_slice_seconds=None)
+    world = World(max_running=8, blocks=64)
     for _ in range(4):
         world.add(tenant="many", prompt=16, tokens=400)
     for _ in range(45):
@@ -272,10 +270,11 @@ ASKED = st.tuples(
     pause=st.integers(0, 3),
     weight=st.sampled_from([0.5, 1.0, 3.0]),
 )
+@policy(time_slice=7.0)
 def test_everybody_ends_whatever_comes(
     asked: list[tuple[str, int, int, int, int, bool]], blocks: int, running: int, budget: int, pause: int, weight: float
 ) -> None:
-    world = World(max_running=running, blocks=blocks, max_batched_tokens=budget, time_slice_seconds=7.0)
+    world = World(max_running=running, blocks=blocks, max_batched_tokens=budget)
     scheduler = world.engine.scheduler
     scheduler.shares.set_weight("c", weight)
     requests = []
@@ -324,9 +323,10 @@ def answers(asked: list[tuple[str, int, int, int]], **options: object) -> list[l
 def test_no_answer_depends_on_whose_turn_it_is(
     asked: list[tuple[str, int, int, int]], running: int, budget: int
 ) -> None:
-    options = {"max_running": running, "max_batched_tokens": budget, "engine_options": {"time_slice_seconds": 40.0}}
-    alone = {each: answers([each], engine_options={"time_slice_seconds": None})[0] for each in asked}
-    assert answers(asked, **options) == [alone[each] for each in asked]
+    alone = {each: answers([each])[0] for each in asked}
+    with policy(time_slice=40.0):
+        together = answers(asked, max_running=running, max_batched_tokens=budget)
+    assert together == [alone[each] for each in asked]
 
 
 @given(st.dictionaries(st.sampled_from(TENANTS), st.floats(0.001, 1_000), min_size=1), st.integers(0, 10_000))

@@ -56,7 +56,7 @@ class Ask:
 
     def send(self, engine: Engine) -> Request:
         params = replace(GREEDY, repair=self.repair, n=self.n, max_tokens=5)
-        return engine.add_request(self.prompt, params, priority=self.priority)
+        return engine.add_request(self.prompt, params, priority=10 * self.priority)
 
 
 asks = st.builds(
@@ -132,7 +132,7 @@ def test_every_answer_is_that_of_a_fresh_engine(
         blocks=blocks,
         max_batched_tokens=budget,
         prefix_caching=prefix_caching,
-        engine_options={"preemption": preemption, "swap_space": "1MiB", "preemption_gap": 1},
+        engine_options={"preemption": preemption, "swap_space": "1MiB"},
         clock=count().__next__,
         position_strategy=strategy,
         chunk_context=context,

@@ -30,7 +30,7 @@ def ask(server: RunningServer, tenant: Tenant, prompt: Prompt, **sampling: Any) 
         services = server.services
         deltas = services.runner.run(tenant, prompt, params, route="/test", request_id="case-7")
         num_tokens = sum([len(answer.token_ids) async for delta in deltas for answer in delta.answers])
-        record = services.records.recent()[-1]
+        record = server.records[-1]
         assert record.num_answer_tokens == num_tokens
         return record
 
@@ -77,20 +77,20 @@ def test_request_that_the_engine_refuses_is_recorded_as_failed(server: RunningSe
     prompt = Prompt.plain([5] * 100_000)
     with pytest.raises(PromptTooLong):
         ask(server, ACME, prompt)
-    record = server.services.records.recent()[-1]
+    record = server.records[-1]
     assert (record.status, record.num_prompt_tokens, record.num_answer_tokens) == ("failed", 100_000, 0)
     assert server.services.admission.num_under_way == 0
 
 
 def test_refusal_at_the_door_is_no_record(server: RunningServer) -> None:
-    before = server.services.records.recent()
+    before = list(server.records)
     server.services.admission.is_draining = True
     try:
         with pytest.raises(ApiError):
             ask(server, ACME, prompt_of(server))
     finally:
         server.services.admission.is_draining = False
-    assert server.services.records.recent() == before
+    assert server.records == before
 
 
 def test_stopped_engine_is_503() -> None:

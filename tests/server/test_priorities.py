@@ -60,27 +60,11 @@ def test_answers_that_gave_way_are_counted_by_what_became_of_their_blocks(server
 
 
 def test_the_settings_reach_the_engine() -> None:
-    given = {
-        "priority_aging_seconds": "5",
-        "preemption_gap": "3",
-        "time_slice_seconds": "9",
-        "preemption": "recompute",
-        "swap_space": "1MiB",
-    }
-    config = read_settings(given).llm_config().engine
-    assert (config.priority_aging_seconds, config.preemption_gap, config.time_slice_seconds) == (5.0, 3, 9.0)
+    config = read_settings({"preemption": "recompute", "swap_space": "1MiB"}).llm_config().engine
     assert (config.preemption, config.swap_bytes) == ("recompute", 2**20)
-    off = (
-        read_settings(
-            {"priority_aging_seconds": "0", "preemption_gap": "0", "time_slice_seconds": "0", "swap_space": "0"}
-        )
-        .llm_config()
-        .engine
-    )
-    assert (off.priority_aging_seconds, off.preemption_gap, off.time_slice_seconds) == (None, None, None)
-    assert off.swap_bytes == 0
+    assert read_settings({"swap_space": "0"}).llm_config().engine.swap_bytes == 0
     defaults, known = read_settings({}).llm_config().engine, EngineConfig()
-    for name in ("priority_aging_seconds", "preemption_gap", "time_slice_seconds", "preemption", "swap_bytes"):
+    for name in ("preemption", "swap_bytes"):
         assert getattr(defaults, name) == getattr(known, name)
 
 
@@ -90,8 +74,6 @@ def test_the_settings_reach_the_engine() -> None:
         ({"swap_space": "much"}, "--swap-space"),
         ({"preemption": "drop"}, "--preemption"),
         ({"preemption": "swap", "swap_space": "0"}, "--preemption swap needs memory"),
-        ({"priority_aging_seconds": "-1"}, "--priority-aging-seconds"),
-        ({"preemption_gap": "201"}, "--preemption-gap"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(given: dict[str, str], message: str) -> None:

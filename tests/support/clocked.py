@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from kvmosaic.engine import Engine, Request
+from kvmosaic.engine import Engine, Request, preemption, priorities
+from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
 from support.engines import GREEDY, build_engine
 from support.families import build
+
+NO_AGING = 1e9
+"""Seconds of waiting for one step of priority that nothing waits for."""
+NO_GAP = 2 * MAX_PRIORITY + 1
+"""A difference that no two priorities have."""
+
+
+@contextmanager
+def policy(
+    *,
+    aging: float = priorities.AGING_SECONDS,
+    gap: int = preemption.PREEMPTION_GAP,
+    time_slice: float = preemption.TIME_SLICE_SECONDS,
+) -> Iterator[None]:
+    """The scheduler's policy with other constants, so that a few steps show what it does, or what each is for."""
+    with (
+        patch.object(priorities, "AGING_SECONDS", aging),
+        patch.multiple(preemption, PREEMPTION_GAP=gap, TIME_SLICE_SECONDS=time_slice),
+    ):
+        yield
 
 
 class IdleRunner(Runner):

@@ -25,6 +25,7 @@ from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.server.app import build_app
+from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.server.services import Services, build_services
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.tiers import Tier
@@ -72,6 +73,8 @@ class RunningServer:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server-under-test", daemon=True)
         self.port = port
+        self.records: list[RequestRecord] = []
+        """Of all requests that have ended."""
 
     @property
     def url(self) -> str:
@@ -120,6 +123,7 @@ class RunningServer:
             self_check=self._self_check,
         )
         self.services: Services = build_services(settings, self.llm, span_exporter=self._span_exporter)
+        self.services.records.listen(self.records.append)
         self.app = build_app(self.services)
         config = uvicorn.Config(
             self.app, host="127.0.0.1", port=self.port, log_level="error", lifespan="off", timeout_graceful_shutdown=2

@@ -38,7 +38,7 @@ _TOKEN_TABLE, _OUTPUT = "token_embd.weight", "output.weight"
 _EXPERTS = "_exps."
 
 
-def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
+def model_folder(name: str, scratch: Path) -> Path:
     """The folder of a model; a random one is written into `scratch` first, in bfloat16.
 
     Raises:
@@ -49,7 +49,7 @@ def model_folder(name: str, scratch: Path, *, seed: int = 0) -> Path:
     if name in RANDOM_MODELS:
         folder = scratch / name
         state = torch.get_rng_state()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**RANDOM_MODELS[name], bos_token_id=None, eos_token_id=None))
         torch.set_rng_state(state)
         model.to(torch.bfloat16).save_pretrained(folder)

@@ -48,31 +48,6 @@ class EngineConfig:
         unset="one per core, or fewer where the container may use less",
         help="Threads that compute on a CPU, in the whole process.",
     )
-    priority_aging_seconds: float | None = _engine(
-        60.0,
-        above=0,
-        high=1e6,
-        off="never, and a request of low priority waits as long as others come",
-        or_none=", or None for no aging",
-        help="Waiting so long counts as much as one more step of priority, so that no request starves.",
-    )
-    preemption_gap: int | None = _engine(
-        10,
-        low=1,
-        high=200,
-        off="it waits until there is room",
-        or_none=", or None for never",
-        help="A waiting request without room preempts running ones whose priority is lower by at least this.",
-    )
-    time_slice_seconds: float | None = _engine(
-        60.0,
-        above=0,
-        high=1e6,
-        off="it runs to its end, and `max_num_seqs` endless answers starve all other requests",
-        or_none=", or None for no limit",
-        help="An answer with a rolling window that has run so long, or any other that has run ten times as long, is "
-        "preempted by a request without room, and resumed later.",
-    )
     preemption: Literal["auto", "recompute", "swap"] = _engine(
         "auto",
         help="Preempted answers: computed again (recompute), moved to host memory and back (swap), or whichever was "

@@ -91,8 +91,6 @@ class Setting:
     """What happens with None, which is 0 as a flag."""
     unset: str = ""
     """What is used if nothing is given, where that is not a value."""
-    or_none: str = ""
-    """The end of the message about a number out of its bounds."""
     flag_alias: str = ""
     """Another name of its flag."""
     flag_default: str | None = None
@@ -141,7 +139,7 @@ class Setting:
             _check_choice(name, value, self.choices or get_args(self.kind))
         elif self.kind is int:
             assert self.low is not None and self.high is not None
-            _check_range(name, value, self.low, self.high, self.or_none)
+            _check_range(name, value, self.low, self.high)
         elif self.kind is float:
             self._check_number(name, value)
 
@@ -153,8 +151,8 @@ class Setting:
                 return
             if self.below is not None and value < self.below:
                 return
-        limit = f"below {self.below:g}" if self.high is None else f"at most {_short(self.high)}"
-        raise InvalidConfig(f"{name} must be a number above {self.above:g} and {limit}{self.or_none}, got {value!r}")
+        limit = f"below {self.below:g}" if self.high is None else f"at most {self.high:g}"
+        raise InvalidConfig(f"{name} must be a number above {self.above:g} and {limit}, got {value!r}")
 
 
 def setting(default: Any, **about: Any) -> Any:
@@ -186,16 +184,12 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _short(number: float) -> str:
-    return f"{number:g}".replace("e+0", "e")
-
-
 def _check_choice(name: str, value: object, choices: tuple[str, ...] | Callable[[], tuple[str, ...]]) -> None:
     names = choices() if callable(choices) else choices
     if value not in names:
         raise InvalidConfig(f"{name} is {value!r}; choose " + " or ".join(repr(choice) for choice in names))
 
 
-def _check_range(name: str, value: object, low: float, high: float, otherwise: str) -> None:
+def _check_range(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidConfig(f"{name} must be a whole number between {low} and {high}{otherwise}, got {value!r}")
+        raise InvalidConfig(f"{name} must be a whole number between {low} and {high}, got {value!r}")

@@ -269,12 +269,6 @@ class DocumentStore:
         self._hit(tenant, documents.values())
         return found
 
-    def touched(self, tenant: str, document_ids: Iterable[str]) -> None:
-        """Counts a hit for documents whose text was read by other means; ignores unknown ids."""
-        with self._database.read() as connection:
-            documents = self._by_id(connection, tenant, list(document_ids), has_text=False)
-        self._hit(tenant, documents.values())
-
     def first_texts(self, tenant: str, count: int, max_characters: int) -> tuple[str, ...]:
         """The first stored documents of a tenant that are not longer, with their titles; counts no hits."""
         first = WHOLE.where(DOCUMENTS.c.num_characters <= max_characters).order_by(DOCUMENTS.c.number).limit(count)

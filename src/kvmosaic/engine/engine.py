@@ -204,8 +204,7 @@ class Engine(InferenceEngine):
             prompt: a prompt with token ids.
             params: sampling parameters.
             request_id: a name of your own; None generates one.
-            priority: higher runs first, from -100 to 100; waiting requests age, so that none starves (see
-                `EngineConfig.priority_aging_seconds`).
+            priority: higher runs first, from -100 to 100; waiting requests age, so that none starves.
             note: why this prompt was not composed, for its report.
             position_strategy: overrides the configured one.
             chunk_context: overrides the configured one.
@@ -268,7 +267,6 @@ class Engine(InferenceEngine):
         self,
         prompt: Prompt,
         *,
-        request_id: str | None = None,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Request:
@@ -276,7 +274,7 @@ class Engine(InferenceEngine):
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
-        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), request_id)
+        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None)
 
     def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.
@@ -403,7 +401,6 @@ class Engine(InferenceEngine):
             priority,
             "; ".join(part for part in (note, self.runner.model.frequency_note) if part),
             grammar=None if structure is None else self.grammars.compile(structure),
-            aging_seconds=self.config.priority_aging_seconds,
             scoring=scoring,
         )
         sequence = self._requests.add(request)

@@ -8,13 +8,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal
 
 from kvmosaic.cache import KVCache
-from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import HYSTERESIS, Shares
 from kvmosaic.engine.step import Step
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.errors import OutOfBlocks, QuotaInUse
 
+PREEMPTION_GAP = 10
+"""Steps of priority above a running sequence from which on a request preempts it; fewer are only order."""
+
+TIME_SLICE_SECONDS = 60.0
+"""Time slice of an answer with a rolling window: so long that restoring it is little beside it."""
 FINITE_SLICES = 10
 """Time slices of an answer that is sure to end: finishing it is cheaper than recomputing it."""
 
@@ -36,7 +40,7 @@ class Preemption:
     A request waits and there is no room for it, neither a running slot nor blocks. If that makes room, these are
     preempted:
 
-    - running ones whose priority is lower by `preemption_gap` and whose sort key is larger (it may be smaller if they
+    - running ones whose priority is lower by `PREEMPTION_GAP` and whose sort key is larger (it may be smaller if they
       have waited long), unless they are in cooldown from their last preemption (see `in_cooldown`);
     - else those of a tenant that holds more than the waiting one would hold then (see `Shares`);
     - else those whose time slice is over and that would sort after it if they arrived now (see `TimeSlice`). They are
@@ -46,7 +50,6 @@ class Preemption:
     def __init__(
         self,
         kv_cache: KVCache,
-        config: EngineConfig,
         shares: Shares,
         swap: SwapSpace | None,
         clock: Callable[[], float] = time.monotonic,
@@ -56,7 +59,6 @@ class Preemption:
         self.counts: dict[PreemptionKind, int] = {"recompute": 0, "swap": 0}
         """Preempted sequences, by kind: recomputed or swapped."""
         self._kv_cache = kv_cache
-        self._config = config
         self._shares = shares
         self._clock = clock
 
@@ -145,8 +147,7 @@ class Preemption:
 
     def _is_much_lower(self, waiting: Sequence, other: Sequence) -> bool:
         """Whether priorities allow a waiting sequence to preempt a running one."""
-        gap = self._config.preemption_gap
-        if gap is None or waiting.request.priority - other.request.priority < gap or waiting.sort_key >= other.sort_key:
+        if waiting.request.priority - other.request.priority < PREEMPTION_GAP or waiting.sort_key >= other.sort_key:
             return False
         return not computes_for_others(other) and not in_cooldown(other)
 
@@ -155,10 +156,11 @@ class Preemption:
 
         If the waiting one's tenant runs something, it must not have more than the other afterwards.
         """
-        seconds, now = self._config.time_slice_seconds, self._clock()
-        if seconds is None or waiting.sort_key >= other.sort_key_from(now):
+        now = self._clock()
+        if waiting.sort_key >= other.sort_key_from(now):
             return False
-        if not other.time_slice.is_over(now, seconds if other.window is not None else FINITE_SLICES * seconds):
+        num_slices = 1 if other.window is not None else FINITE_SLICES
+        if not other.time_slice.is_over(now, num_slices * TIME_SLICE_SECONDS):
             return False
         mine, theirs = waiting.tenant, other.tenant
         if (

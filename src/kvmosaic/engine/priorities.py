@@ -9,7 +9,10 @@ from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidPriority
 
 PriorityClass = Literal["low", "normal", "high"]
-PRIORITY_CLASSES: tuple[PriorityClass, ...] = ("low", "normal", "high")
+
+AGING_SECONDS = 60.0
+"""Seconds of waiting that count as one step of priority: people notice minutes, and the gap between a batch job and an
+interactive request, ten steps, is ten of them."""
 
 
 def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
@@ -25,21 +28,19 @@ def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:
     return [check_priority(each) for each in priority]
 
 
-def sort_key_of(priority: int, arrival_time: float, aging_seconds: float | None) -> float:
+def sort_key_of(priority: int, arrival_time: float) -> float:
     """The sort key of a request; the smallest runs first.
 
-        effective priority = priority + seconds waited / aging_seconds
+        effective priority = priority + seconds waited / AGING_SECONDS
 
     All waiting requests age alike. So their order does not change while they wait, and a constant represents it:
 
-        sort key = arrival_time - aging_seconds * priority
+        sort key = arrival_time - AGING_SECONDS * priority
 
-    A request never sorts after one that arrives more than aging_seconds * (difference of their priorities) later.
-    Without aging (None) the sort key is the priority alone, and low priorities may starve.
+    A request never sorts after one that arrives more than AGING_SECONDS * (difference of their priorities) later. So
+    no request starves.
     """
-    if aging_seconds is None:
-        return float(-priority)
-    return arrival_time - aging_seconds * priority
+    return arrival_time - AGING_SECONDS * priority
 
 
 class TimeSlice:

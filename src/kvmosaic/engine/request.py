@@ -42,8 +42,6 @@ class Request:
     """Why this prompt was not composed, if it was not."""
     grammar: Grammar | None = None
     """Constraint on the answers, if `params.structured_outputs` is set."""
-    aging_seconds: float | None = None
-    """Seconds of waiting that count as much as one step of priority; None: no aging."""
     answers: list[Answer] = field(default_factory=list)
     reuse: ReuseReport = field(default_factory=ReuseReport)
     """What was reused; set with the first token."""
@@ -82,7 +80,7 @@ class Request:
     def _derive(self) -> None:
         self.layout = self.placed.layout
         self.text = self.prompt.text
-        self.sort_key = sort_key_of(self.priority, self.arrival_time, self.aging_seconds)
+        self.sort_key = sort_key_of(self.priority, self.arrival_time)
         segments = self.prompt.segments[:-1] if self.is_warm_up else self.prompt.segments
         self.token_ids = tuple(token for segment in segments for token in segment.token_ids or ())
 

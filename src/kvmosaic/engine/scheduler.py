@@ -66,7 +66,7 @@ class Scheduler:
         self.running = RunningSequences(config, clock)
         self.shares = Shares()
         self.admission = Admission(kv_cache, self.running, self.shares, offloader, swap, clock)
-        self.preemption = Preemption(kv_cache, config, self.shares, swap, clock)
+        self.preemption = Preemption(kv_cache, self.shares, swap, clock)
         self.is_paused = False
         """Whether no sequence is admitted, so that the running ones can finish."""
         self._times = StepTimes()

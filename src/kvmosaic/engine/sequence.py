@@ -94,7 +94,7 @@ class Sequence:
     def sort_key_from(self, time: float) -> tuple[float, float, int]:
         """Its sort key if it had arrived at `time`, or at its arrival, whichever is later."""
         request, came = self.request, max(self._in_line[1], time)
-        return (sort_key_of(request.priority, came, request.aging_seconds), came, self.answer.index)
+        return (sort_key_of(request.priority, came), came, self.answer.index)
 
     def requeue(self, now: float) -> None:
         """Queues it after all that have arrived so far, as if it arrived now."""

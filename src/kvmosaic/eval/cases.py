@@ -69,7 +69,6 @@ def own_cases(
     count: int | None = None,
     documents: int = USUAL_DOCUMENTS,
     seed: int = 0,
-    system: str = DEFAULT_SYSTEM,
 ) -> list[Case]:
     """Cases of a file of questions over a folder of documents.
 
@@ -79,7 +78,6 @@ def own_cases(
         count: the maximum number of cases, the first ones of the file; None: all.
         documents: of a prompt, where a question does not name its own.
         seed: of the drawn documents and their places.
-        system: the system text of every prompt.
 
     Raises:
         InvalidDocument: a folder or a document that cannot be read.
@@ -90,7 +88,7 @@ def own_cases(
     lines = islice(_lines(questions), MAX_QUESTIONS if count is None else count)
     for number, text in lines:
         try:
-            case = _case(library, text, number, questions.stem, documents, seed, system)
+            case = _case(library, text, number, questions.stem, documents, seed)
         except KVMosaicError as error:
             raise InvalidConfig(f"{questions}, line {number}: {error}") from error
         if case.id in seen:
@@ -119,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _case(library: Library, text: str, number: int, task: str, documents: int, seed: int, system: str) -> Case:
+def _case(library: Library, text: str, number: int, task: str, documents: int, seed: int) -> Case:
     field = _field(text)
     question = field.member("question").filled_text().strip()
     name = field.member("id").label() if field.has("id") else f"{task}:{number}"
@@ -135,7 +133,7 @@ def _case(library: Library, text: str, number: int, task: str, documents: int, s
     return Case(
         id=name,
         task=task[:MAX_ID_CHARACTERS],
-        system=system,
+        system=DEFAULT_SYSTEM,
         documents=tuple(library.documents[each] for each in drawn),
         question=question,
         answers=answers,

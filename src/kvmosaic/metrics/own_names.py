@@ -10,11 +10,6 @@ ACTIONS = ("reused", "moved", "computed")
 POOLS = ("request", "chunk_cache")
 STATES = ("free", "idle", "held")
 """Values of the label `state`, one for each block: free; cached and evictable; in use or pinned."""
-PREEMPTION_KINDS = ("recompute", "swap")
-DIRECTIONS = ("out", "in")
-"""Values of the label `direction`: from the device to the host, and back."""
-PRIORITIES = ("low", "normal", "high")
-"""Values of the label `priority`: below 0, 0, and above; a label must not have a value per number."""
 STORED = ("stored", "dropped", "failed")
 FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
 """Values of the label `outcome`: results of stores to the tiers, and of fetches from them."""

@@ -95,7 +95,7 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     yield anthropic.router(sources, services.runner, threads)
     yield documents.router(services)
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
-    feed = Feed(llm, engine, services.documents, admission, services.records, services.settings, services.clock)
+    feed = Feed(llm, engine, services.documents, admission, services.records, services.settings)
     yield dashboard.router(feed)
     yield dashboard.docs_router()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -32,11 +33,8 @@ class PromptRunner:
         admission: Admission,
         records: RequestLog,
         metrics: ServerMetrics,
-        clock: Callable[[], float],
     ) -> None:
-        """Creates a runner; `clock` returns the unix seconds of records and replies."""
         self.admission = admission
-        self.clock = clock
         self._engine = engine
         self._records = records
         self._metrics = metrics
@@ -101,7 +99,7 @@ class PromptRunner:
                 seen.status, seen.error = "failed", type(error).__name__
                 raise
             finally:
-                record = seen.record(self._records, self.clock(), tenant, prompt, route, request_id)
+                record = seen.record(self._records, time.time(), tenant, prompt, route, request_id)
                 self._records.add(replace(record, priority=class_of(priority)))
                 if on_record is not None:
                     on_record(record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +45,6 @@ class Services:
     records: RequestLog
     metrics: ServerMetrics
     runner: PromptRunner
-    clock: Callable[[], float] = time.time
     tracing: Tracing | None = None
     """Spans of requests, if they are sent anywhere."""
 
@@ -84,7 +82,6 @@ class Services:
     async def close(self) -> None:
         """Aborts all work: streams, requests, threads. Callers that await a thread get an error at once."""
         self.admission.is_draining = True
-        self.records.close()
         self.threads.cancel_all()
         await self.engine.close()
         await asyncio.to_thread(self.llm.close)  # writes pending chunks to the tiers
@@ -99,7 +96,6 @@ def build_services(
     settings: ServerSettings,
     llm: LLM,
     *,
-    clock: Callable[[], float] | None = None,
     span_exporter: SpanExporter | None = None,
 ) -> Services:
     """Starts the engine of a loaded model, and builds everything the routes need.
@@ -107,7 +103,6 @@ def build_services(
     Args:
         settings: settings of the server.
         llm: the loaded model; its engine must not be used by others.
-        clock: returns unix seconds; by default the system's time, and for TTLs one that does not change with it.
         span_exporter: receives the spans that `settings.otlp_traces_endpoint` asks for, in place of that address.
 
     Raises:
@@ -131,15 +126,14 @@ def build_services(
         default_ttl_seconds=settings.document_ttl,
         version_seconds=settings.document_version_seconds,
         limits=_store_limits(settings),
-        clock=clock,
     )
     threads = RequestThreads(admission, tenants, settings.request_cpu_seconds)
     weights = {tenant.name: tenant.weight for tenant in tenants}
     file_threads = FairThreads(NUM_FILE_THREADS, weights, name="kvmosaic-file")
-    records, now = RequestLog(), clock or time.time
+    records = RequestLog()
     readings = ServerReadings(llm, engine, tenants, documents, admission)
     metrics = ServerMetrics(readings, settings.model_names[0], records)
-    runner = PromptRunner(engine, admission, records, metrics, now)
+    runner = PromptRunner(engine, admission, records, metrics)
     services = Services(
         settings,
         llm,
@@ -152,7 +146,6 @@ def build_services(
         records,
         metrics,
         runner,
-        clock=now,
     )
     services.tracing = _open_tracing(settings, llm, span_exporter)
     engine.start()

@@ -178,7 +178,7 @@ def test_commands_of_documents_work_as_with_our_own_server(
 def test_watched_folder_is_followed(server: ForkedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMOSAIC_API_KEY", KEY)
     (tmp_path / "a.md").write_text("First.")
-    command = [sys.executable, "-m", "kvmosaic", "documents", "watch", str(tmp_path), "--interval", "0.1"]
+    command = [sys.executable, "-m", "kvmosaic", "documents", "sync", str(tmp_path), "--watch"]
     watching = subprocess.Popen([*command, "--server", server.url])
     try:
         for text in ("First.", "Second."):

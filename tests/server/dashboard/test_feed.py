@@ -32,7 +32,6 @@ def feed_of(server: RunningServer, **limits: Any) -> Feed:
         parts.admission,
         parts.records,
         parts.settings,
-        parts.clock,
         **limits,
     )
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import asyncio
-from contextlib import aclosing
-
 import pytest
 
 from kvmosaic.sampling import ReuseReport
 from kvmosaic.sampling.reuse import SegmentReuse
-from kvmosaic.server.metrics.request_log import LEAST_TOKENS, MAX_UNREAD, REMEMBERED_TOKENS, RequestLog, RequestRecord
+from kvmosaic.server.metrics.request_log import LEAST_TOKENS, REMEMBERED_TOKENS, RequestLog, RequestRecord
 
 
 def record(number: int = 0, tenant: str = "acme") -> RequestRecord:
@@ -17,52 +14,6 @@ def record(number: int = 0, tenant: str = "acme") -> RequestRecord:
 def report(computed: int, reused: int, milliseconds: float, ttft: float = 0.5) -> ReuseReport:
     segment = SegmentReuse("chunk", computed + reused, "computed", reused_tokens=reused, milliseconds=milliseconds)
     return ReuseReport((segment,), ttft)
-
-
-def test_oldest_records_leave() -> None:
-    records = RequestLog(3)
-    for number in range(5):
-        records.add(record(number, "acme" if number % 2 else "umbra"))
-    assert [each.request_id for each in records.recent()] == ["request-2", "request-3", "request-4"]
-    assert [each.request_id for each in records.recent(1)] == ["request-4"]
-    assert [each.request_id for each in records.recent(5, "acme")] == ["request-3"]
-    assert records.recent(0) == []
-
-
-def test_subscribers_see_every_new_record_of_their_tenant_until_the_end() -> None:
-    async def check() -> tuple[list[str], list[str]]:
-        records = RequestLog()
-
-        async def read(tenant: str | None) -> list[str]:
-            return [each.request_id async for each in records.subscribe(tenant)]
-
-        tasks = [asyncio.create_task(read(None)), asyncio.create_task(read("acme"))]
-        await asyncio.sleep(0)
-        for number in range(3):
-            records.add(record(number, "umbra" if number == 1 else "acme"))
-        await asyncio.sleep(0)
-        records.close()
-        assert [each async for each in records.subscribe()] == []
-        return await tasks[0], await tasks[1]
-
-    everything, mine = asyncio.run(check())
-    assert everything == ["request-0", "request-1", "request-2"] and mine == ["request-0", "request-2"]
-
-
-def test_slow_reader_loses_the_oldest_and_one_that_leaves_is_forgotten() -> None:
-    async def check() -> None:
-        records = RequestLog()
-        async with aclosing(records.subscribe()) as news:
-            first = asyncio.create_task(anext(news))
-            await asyncio.sleep(0)
-            records.add(record(0))
-            assert (await first).request_id == "request-0"
-            for number in range(1, MAX_UNREAD + 11):
-                records.add(record(number))
-            assert (await anext(news)).request_id == "request-11"
-        assert not records._queues
-
-    asyncio.run(check())
 
 
 def test_listeners_are_told_at_once() -> None:

@@ -89,7 +89,7 @@ def test_client_that_leaves_ends_its_request(server: RunningServer, path: str) -
     wait_until(lambda: server.services.engine.num_running == 1)
     client.close()
     wait_until(lambda: is_idle(server))
-    record = server.services.records.recent()[-1]
+    record = server.records[-1]
     assert (record.status, record.route) == ("cancelled", "/test/answer")
     assert record.num_answer_tokens < ENDLESS.max_tokens
 

@@ -127,7 +127,7 @@ _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n\n{% endfo
 _MAX_POSITIONS = 2**17
 
 
-def save_tiny_model(folder: Path, writer: PromptWriter, seed: int = 0) -> Path:
+def save_tiny_model(folder: Path, writer: PromptWriter) -> Path:
     """Writes a Llama of two small layers, and the tokenizer; returns the folder.
 
     Raises:
@@ -154,7 +154,7 @@ def save_tiny_model(folder: Path, writer: PromptWriter, seed: int = 0) -> Path:
         eos_token_id=None,
     )
     state = torch.get_rng_state()
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     torch.set_rng_state(state)
     model.save_pretrained(folder)

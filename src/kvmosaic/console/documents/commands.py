@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvmosaic.console.options import AsFields, Timeout
-
-if TYPE_CHECKING:
-    from kvmosaic.console.documents.sync import FolderSync
 
 documents = typer.Typer(
     no_args_is_help=True,
@@ -124,6 +121,7 @@ def sync(
     delete: Delete = False,
     pin: Pin = False,
     ttl: Ttl = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on whenever a file has changed, until Ctrl-C.")] = False,
     as_json: AsFields = False,
     server: Server = LOCAL,
     timeout: Timeout = 600.0,
@@ -133,34 +131,13 @@ def sync(
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.sync import sync_folder
+    from kvmosaic.console.documents.files import FileFields
+    from kvmosaic.console.documents.sync import FolderSync, sync_folder, watch_folder
 
-    counts = sync_folder(ServerDocuments(server, timeout), _sync_of(folder, prefix, glob, delete, pin, ttl))
+    client, wanted = ServerDocuments(server, timeout), FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl))
+    if watch:
+        watch_folder(client, wanted, as_json)
+        return
+    counts = sync_folder(client, wanted)
     counts.show(as_json)
     raise typer.Exit(counts.exit_code)
-
-
-@documents.command()
-def watch(
-    folder: Folder,
-    prefix: Prefix = "",
-    glob: Glob = None,
-    delete: Delete = False,
-    pin: Pin = False,
-    ttl: Ttl = None,
-    interval: Annotated[float, typer.Option(min=0.1, max=86_400, help="Seconds between two looks.")] = 2.0,
-    server: Server = LOCAL,
-    timeout: Timeout = 600.0,
-) -> None:
-    """Synchronize a folder whenever a file has changed, until Ctrl-C."""
-    from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.sync import watch_folder
-
-    watch_folder(ServerDocuments(server, timeout), _sync_of(folder, prefix, glob, delete, pin, ttl), interval)
-
-
-def _sync_of(folder: Path, prefix: str, glob: str | None, delete: bool, pin: bool, ttl: int | None) -> FolderSync:
-    from kvmosaic.console.documents.files import FileFields
-    from kvmosaic.console.documents.sync import FolderSync
-
-    return FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl))

@@ -30,6 +30,8 @@ from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, Missi
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 MAX_REFUSED_LINES = 50
+WATCH_SECONDS = 2.0
+"""Between two looks at a watched folder."""
 
 
 @dataclass(slots=True)
@@ -148,10 +150,10 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
     return counts
 
 
-def watch_folder(server: ServerDocuments, sync: FolderSync, seconds: float) -> None:
+def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> None:
     """Synchronizes a folder whenever it has changed, until Ctrl-C; a server that is away is asked again.
 
-    A file that is still being written is sent once it has not changed for `seconds`.
+    A file that is still being written is sent once it has not changed between two looks.
     """
     synced = last = None
     with suppress(KeyboardInterrupt):
@@ -160,14 +162,14 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, seconds: float) -> N
                 now = _signature(sync)
                 if now != synced and now == last:
                     counts = sync_folder(server, sync)
-                    counts.show(as_json=False)
+                    counts.show(as_json)
                     if counts.is_interrupted:
                         return
                     synced = now
                 last = now
             except (ServerError, InvalidDocument) as error:
                 typer.echo(f"kvmosaic: {one_line(str(error), 400)}; trying again", err=True)
-            time.sleep(seconds)
+            time.sleep(WATCH_SECONDS)
 
 
 def _signature(sync: FolderSync) -> dict[str, tuple[int, int]]:

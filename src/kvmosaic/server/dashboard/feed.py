@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,10 +33,12 @@ from kvmosaic.server.dashboard.views import (
 from kvmosaic.server.errors import ApiError
 from kvmosaic.server.metrics.document_totals import DocumentTotals
 from kvmosaic.server.metrics.gauges import look_at_tiers
-from kvmosaic.server.metrics.request_log import MAX_RECORDS, RequestLog, RequestRecord
+from kvmosaic.server.metrics.request_log import RequestLog, RequestRecord
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
 
+MAX_RECORDS = 500
+"""Records kept, of which a tenant sees its own."""
 NUM_RECORDS = 60
 """Maximum number of records drawn, and waiting to be sent."""
 PAUSE_SECONDS = 0.2
@@ -146,7 +148,6 @@ class Feed:
         admission: Admission,
         records: RequestLog,
         settings: ServerSettings,
-        clock: Callable[[], float],
         *,
         seconds: float = 1.0,
         max_viewers: int = MAX_VIEWERS,
@@ -157,7 +158,6 @@ class Feed:
         self._totals = DocumentTotals(documents)
         self._admission = admission
         self._settings = settings
-        self._clock = clock
         self._seconds = seconds
         self._max_viewers = max_viewers
         self._viewers: list[Viewer] = []
@@ -169,7 +169,7 @@ class Feed:
         self._last_look = float("-inf")
         self._looking: asyncio.Task[EngineSnapshot] | None = None
         self._telling: asyncio.Task[None] | None = None
-        self._started = clock()
+        self._started = time.time()
         records.listen(self._note)
 
     @property
@@ -312,7 +312,7 @@ class Feed:
         engine, figures = self._engine, self._engine.figures
         usage = figures.usages.get(tenant.name) or TenantUsage(0, 0, 0, tenant.quota_bytes, 0, 0)
         shared = {
-            "uptime_seconds": int(self._clock() - self._started),
+            "uptime_seconds": int(time.time() - self._started),
             "is_alive": engine.is_healthy,
             "is_asleep": engine.is_asleep,
             "tenant": usage_view(usage),

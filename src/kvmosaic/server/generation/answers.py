@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class GenerationRequest:
             tenant=tenant,
             route=route,
             request_id=request_id_of(request),
-            created=int(runner.clock()),
+            created=int(time.time()),
             prompts=prompts,
             params=params,
             priority=body.priority or 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path
@@ -22,7 +23,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
     routes = APIRouter()
     for part in (chat, completions, responses):
         routes.include_router(part.router(sources, runner, threads))
-    routes.include_router(models_router(sources, created=int(runner.clock())))
+    routes.include_router(models_router(sources, created=int(time.time())))
     routes.include_router(tokens.router(sources, threads))
     return routes
 
