@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.families import build
+from support.server import loaded_reader
 from support.tiny import save_tiny_model
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
@@ -115,7 +116,9 @@ def actions(llm: LLM, documents: list[str], **options: object) -> list[str]:
 
 
 def test_documents_after_the_first_have_met_a_companion_and_warming_computes_both_copies(tiny_model):
-    with LLM(tiny_model, dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
+    with LLM(
+        tiny_model, dtype="float32", self_check=False, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")
+    ) as llm:
         (cold,) = llm.chat(CHAT, GREEDY, documents=DOCS)
         assert "documents after the first were computed after companions" in cold.reuse.composition
         (one,) = llm.chat(CHAT, GREEDY, documents=DOCS[:1])
@@ -130,13 +133,19 @@ def test_documents_after_the_first_have_met_a_companion_and_warming_computes_bot
         assert said.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
-def test_documents_have_met_no_companion_where_they_have_no_order_or_were_trained_apart(tiny_model):
-    with LLM(tiny_model, dtype="float32", chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")) as llm:
+def test_documents_have_met_no_companion_where_they_have_no_order(tiny_model):
+    with LLM(
+        tiny_model, dtype="float32", self_check=False, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")
+    ) as llm:
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS, position_strategy="shared")
         assert "companions" not in output.reuse.composition
         llm.warm(DOCS, chunk_context="system")
         assert "computed" not in actions(llm, DOCS[::-1], position_strategy="shared")
-    with LLM("reader", dtype="float32") as llm:
+
+
+@pytest.mark.slow
+def test_documents_of_a_model_that_says_so_have_met_no_companion():
+    with LLM(loaded_reader(), self_check=False) as llm:
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
         assert "companions" not in output.reuse.composition
         assert "computed" not in actions(llm, DOCS[::-1])
