@@ -32,7 +32,7 @@ from kvmosaic.layout import (
     choose_strategy,
     exact_spans,
 )
-from kvmosaic.layout.strategies import AUTO, strategy_names
+from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
@@ -186,7 +186,7 @@ class Placer:
         if strategy == AUTO:
             end = 1 if window is None else window.num_positions - prompt.segments[-1].num_tokens
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
-        context = context or self._contexts[strategy]
+        context = context or self._contexts[strategy_named(strategy).name]
         if context == "companions":
             prompt = _with_kin(prompt)
         if chunks_only:  # texts are computed with the request
