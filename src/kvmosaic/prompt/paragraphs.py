@@ -1,6 +1,7 @@
 """The bundled companion in ten languages, and which of them documents are written in.
 
-An English paragraph before German documents leaves them twice as far from full attention as a German one.
+After an English paragraph, German documents were twice as far from full attention as after a German one (SmolLM2-135M,
+XQuAD, 4 questions). No text is kept here: a document is looked at again in every prompt.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ _WORDS: Final = {
     "fr": frozenset("le les des et est une dans du pour qui sur au par il".split()),
     "pt": frozenset("os do da em um uma não que dos das ao na se com".split()),
 }
-_LOOKED_AT = 600
+_LOOKED_AT = 400
 """Characters of a document."""
 _WORD = re.compile(r"[^\W\d_]+")
 
@@ -51,13 +52,13 @@ def paragraph_for(documents: Iterable[str]) -> str:
     return known[max(known, key=lambda language: found[language])]
 
 
-@lru_cache(maxsize=4_096)
 def _language(text: str) -> str:
     """One of ten languages, by script and frequent words; empty: another one, code, or too short to say."""
-    for language, script in _SCRIPTS.items():
-        if len(script.findall(text)) > _SHARE.get(language, 0.4) * len(text):
-            return language
-    words = _WORD.findall(text.lower())
-    counts = {language: sum(word in known for word in words) for language, known in _WORDS.items()}
+    if max(text, default="") >= "\u0400":  # of another script, or at least a quotation mark
+        for language, script in _SCRIPTS.items():
+            if len(script.findall(text)) > _SHARE.get(language, 0.4) * len(text):
+                return language
+    words = set(_WORD.findall(text.lower()))
+    counts = {language: len(known & words) for language, known in _WORDS.items()}
     best = max(counts, key=counts.__getitem__)
-    return best if counts[best] > 0.08 * len(words) and len(_WORDS[best].intersection(words)) > 1 else ""
+    return best if counts[best] > max(1, 0.05 * len(words)) else ""
