@@ -1,7 +1,6 @@
 """The bundled companion in ten languages, and which of them documents are written in.
 
-After an English paragraph, German documents were twice as far from full attention as after a German one (SmolLM2-135M,
-XQuAD, 4 questions). No text is kept here: a document is looked at again in every prompt.
+After an English paragraph, German documents were twice as far from full attention as after a German one (SmolLM2-135M).
 """
 
 from __future__ import annotations
