@@ -151,7 +151,10 @@ class Own:
             folder,
             dtype=dtype,
             chunk_cache_config=ChunkCacheConfig(
-                chunk_cache_size=room // 2, position_strategy="sequential", repair="none"
+                chunk_cache_size=room // 2,
+                position_strategy="sequential",
+                chunk_context="system",  # vLLM has no companions
+                repair="none",
             ),
             engine_config=EngineConfig(
                 request_cache_size=room // 2, max_num_batched_tokens=MAX_POSITIONS, num_threads=1

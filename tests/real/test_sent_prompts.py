@@ -18,7 +18,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def llm(loaded: Any) -> LLM:
-    return LLM(loaded, chunk_cache_config=ChunkCacheConfig(find_documents="patterns"), self_check=False)
+    return LLM(
+        loaded, chunk_cache_config=ChunkCacheConfig(find_documents="patterns", chunk_context="system"), self_check=False
+    )
 
 
 def messages(day: str, *order: int, pasted: bool = False) -> list[dict[str, str]]:

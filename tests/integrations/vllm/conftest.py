@@ -53,7 +53,7 @@ def vllm_engine(vllm_model: Callable[[str], Path]) -> Iterator[Callable[..., For
 
 @pytest.fixture(scope="session")
 def own_engine(vllm_model: Callable[[str], Path]) -> Callable[..., LLM]:
-    """`own_engine("llama", chunk_context="none")`: our own engine over the same folder."""
+    """`own_engine("llama", chunk_context="none")`: our own engine over the same folder; vLLM has no companions."""
     from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 
     made: dict[str, LLM] = {}
@@ -65,7 +65,9 @@ def own_engine(vllm_model: Callable[[str], Path]) -> Callable[..., LLM]:
                 vllm_model(name),
                 dtype="float32",
                 # small: every engine of vLLM is a fork of this process
-                chunk_cache_config=ChunkCacheConfig(**{"chunk_cache_size": "64MiB", "repair": "none", **options}),
+                chunk_cache_config=ChunkCacheConfig(
+                    **{"chunk_cache_size": "64MiB", "repair": "none", "chunk_context": "system", **options}
+                ),
                 engine_config=EngineConfig(request_cache_size="64MiB"),
             )
         return made[key]

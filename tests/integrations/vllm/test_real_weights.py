@@ -86,7 +86,7 @@ def test_answers_are_those_of_our_engine(folder, strategy):
     own = LLM(
         folder,
         dtype="float32",
-        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB", repair="none"),
+        chunk_cache_config=ChunkCacheConfig(chunk_cache_size="64MiB", repair="none", chunk_context="system"),
         engine_config=EngineConfig(request_cache_size="64MiB"),
     )
     ours = own_answer(own, ask)
