@@ -59,9 +59,9 @@ MAX_LLAMA_CELLS = 32_768
 documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
+"""The name of the small model that comes with the package."""
 CHUNK_CONTEXT_KEY = "kvmosaic_chunk_context"
 """In a model's config.json."""
-"""The name of the small model that comes with the package."""
 
 
 def checked(settings: Settings, kind: type[Settings]) -> Settings:
