@@ -13,7 +13,7 @@ from kvmosaic.server.read import flag_of, variable_of
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 PAGE = Path(__file__).parents[1] / "docs" / "server" / "running.md"
-HEADING = "| flag | variable | default | what it is |\n|---|---|---|---|\n"
+HEADING = "| setting | default | what it is |\n|---|---|---|\n"
 
 
 def tables() -> dict[str, str]:
@@ -21,8 +21,8 @@ def tables() -> dict[str, str]:
     fields = sorted(ServerSettings.model_fields.items(), key=lambda item: item[0] != "model")
     panels: dict[str, str] = {}
     for name, field in fields:
-        flag = "" if is_variable_only(field) else f"`{flag_of(name)}`"
-        row = f"| {flag} | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |\n"
+        label = variable_of(name) if is_variable_only(field) else flag_of(name)
+        row = f"| `{label}` | {default_text(field.default)} | {field.description} |\n"
         panel = panel_of(field)
         panels[panel] = panels.get(panel, "") + row
     return panels

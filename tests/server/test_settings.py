@@ -338,8 +338,8 @@ def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> No
 def test_documentation_lists_every_setting_as_it_is() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server" / "running.md").read_text(encoding="utf-8")
     for name, field in ServerSettings.model_fields.items():
-        flag = "" if is_variable_only(field) else f"`{flag_of(name)}`"
-        row = f"| {flag} | `{variable_of(name)}` | {default_text(field.default)} | {field.description} |"
+        label = variable_of(name) if is_variable_only(field) else flag_of(name)
+        row = f"| `{label}` | {default_text(field.default)} | {field.description} |"
         assert row in text, f"run python scripts/settings_tables.py, which writes this row:\n{row}"
 
 
