@@ -19,11 +19,13 @@ PAGES = Path(__file__).parents[3] / "docs" / "server"
 
 
 def test_python_of_the_page_runs_from_top_to_bottom(
-    server: DocumentServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: DocumentServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
     text = (PAGES / "documents.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     code = code.replace("http://localhost:8000", server.url).replace("Bearer none", f"Bearer {KEYS['alpha']}")
+    code = code.replace('api_key="none"', f'api_key="{KEYS["alpha"]}"')
     (tmp_path / "blocks.py").write_text(code.replace("timeout=60", "timeout=60, trust_env=False"))
     runpy.run_path(str(tmp_path / "blocks.py"))["client"].close()
     assert "Otto Bramble" in capsys.readouterr().out
