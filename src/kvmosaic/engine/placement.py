@@ -125,7 +125,7 @@ class Placer:
         likeness = _likeness_of(layout, prompt)
         is_default = repair is None and not self._config.says("repair")
         if is_default:
-            wishes = self._wishes(policy, prompt, layout, likeness, has_window=has_window)
+            wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
@@ -144,12 +144,11 @@ class Placer:
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, remark)
 
     def _wishes(
-        self, policy: RepairPolicy, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
+        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
     ) -> Iterator[RepairPolicy]:
         """Default policies, the best one for right answers first.
 
         Args:
-            policy: of documents that are not alike.
             prompt: a prompt.
             layout: of the prompt.
             likeness: of its documents.
@@ -160,8 +159,8 @@ class Placer:
             yield FullRepair()
         if likeness and len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS:
             yield Names()
-        if likeness != "met":  # first tokens that see everything before them make it worse
-            yield policy
+        if prompt.chunks:
+            yield repair_policy(self._config.repair_after(layout.chunk_context))
 
     def arrange(
         self,
