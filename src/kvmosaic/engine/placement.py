@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from kvmosaic.cache import KVCache
@@ -31,10 +30,10 @@ from kvmosaic.layout import (
     arrange,
     choose_strategy,
     exact_spans,
+    with_kin,
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -187,7 +186,7 @@ class Placer:
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
         context = context or self._contexts[strategy_named(strategy).name]
         if context == "companions":
-            prompt = _with_kin(prompt)
+            prompt = with_kin(prompt)
         if chunks_only:  # texts are computed with the request
             prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
@@ -224,14 +223,6 @@ def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
         return ""
     kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
     return "met" if any(kin) else "apart"
-
-
-def _with_kin(prompt: Prompt) -> Prompt:
-    """A prompt with the few of its companions that are like its documents, or with the first few."""
-    if len(prompt.companions) <= 1 or not prompt.chunks:
-        return prompt
-    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
-    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:
