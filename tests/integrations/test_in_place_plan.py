@@ -22,7 +22,8 @@ def compositions(draw):
         chunks=chunks,
         texts=texts,
         position_strategy=strategy,
-        chunk_context=draw(st.sampled_from(["system", "none"])),
+        chunk_context=draw(st.sampled_from(["system", "companions", "none"])),
+        companions=draw(st.sampled_from([(), ((7, 8, 9), (5,))])),
         repair=draw(st.integers(0, 5)) if strategy == "sequential" else 0,
     )
 
@@ -59,6 +60,8 @@ def test_positions_and_what_is_seen_are_those_of_the_layout(composition):
     tokens, layout, _, plan = planned(composition)
     position_of, start = {}, 0
     for index, span in enumerate(layout.spans):
+        if span.is_companion:
+            continue
         first = layout.position_of(index)
         position_of |= {tokens[start + at]: first + at for at in range(span.num_tokens)}
         start += span.num_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from kvmosaic.cache import KVCache
@@ -31,10 +30,10 @@ from kvmosaic.layout import (
     arrange,
     choose_strategy,
     exact_spans,
+    with_kin,
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -125,7 +124,7 @@ class Placer:
         likeness = _likeness_of(layout, prompt)
         is_default = repair is None and not self._config.says("repair")
         if is_default:
-            wishes = self._wishes(policy, prompt, layout, likeness, has_window=has_window)
+            wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
@@ -144,12 +143,11 @@ class Placer:
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, remark)
 
     def _wishes(
-        self, policy: RepairPolicy, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
+        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
     ) -> Iterator[RepairPolicy]:
         """Default policies, the best one for right answers first.
 
         Args:
-            policy: of documents that are not alike.
             prompt: a prompt.
             layout: of the prompt.
             likeness: of its documents.
@@ -160,8 +158,8 @@ class Placer:
             yield FullRepair()
         if likeness and len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS:
             yield Names()
-        if likeness != "met":  # first tokens that see everything before them make it worse
-            yield policy
+        if prompt.chunks:
+            yield repair_policy(self._config.repair_after(layout.chunk_context))
 
     def arrange(
         self,
@@ -188,7 +186,7 @@ class Placer:
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
         context = context or self._contexts[strategy_named(strategy).name]
         if context == "companions":
-            prompt = _with_kin(prompt)
+            prompt = with_kin(prompt)
         if chunks_only:  # texts are computed with the request
             prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
@@ -225,14 +223,6 @@ def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
         return ""
     kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
     return "met" if any(kin) else "apart"
-
-
-def _with_kin(prompt: Prompt) -> Prompt:
-    """A prompt with the few of its companions that are like its documents, or with the first few."""
-    if len(prompt.companions) <= 1 or not prompt.chunks:
-        return prompt
-    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
-    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
+
+from kvmosaic.prompt import Prompt
+from kvmosaic.prompt.companions import NUM_COMPANIONS
 
 TokenIds = Sequence[int]
 Companion = tuple[int, ...]
@@ -36,6 +40,14 @@ def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Compani
         form = _Form(companion)
         if any(form.is_like(other) for other in known):
             yield companion
+
+
+def with_kin(prompt: Prompt) -> Prompt:
+    """A prompt with the few of its companions that are like its documents, or with the first few."""
+    if len(prompt.companions) <= 1 or not prompt.chunks:
+        return prompt
+    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
+    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
 
 
 def _near(documents: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,8 @@ from kvmosaic.prompt import Segment, SegmentKind
 
 ChunkContext = Literal["system", "companions", "none"]
 """What chunks see when they are computed: the system text, the system text and companions, or nothing."""
+CHUNK_CONTEXT_KEY = "kvmosaic_chunk_context"
+"""In a model's config.json: "system", where its documents are not to meet companions by default."""
 
 
 def context_with(companions: object | None, chunk_context: ChunkContext | None) -> ChunkContext | None:
@@ -97,6 +99,11 @@ class Span:
     def num_tokens(self) -> int:
         """Tokens in this span."""
         return self.segment.num_tokens
+
+    @property
+    def num_in_prompt(self) -> int:
+        """Its tokens in the prompt, which has none of a companion."""
+        return 0 if self.is_companion else self.num_tokens
 
     @property
     def end(self) -> int:

@@ -267,7 +267,7 @@ class _Launch:
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
         if llm.has_chunk_cache:
             origin = f"by the profile of {llm.profile.date}" if llm.profile is not None else _UNMEASURED
-            self._say(f"repair     {config.repair}, {origin}")
+            self._say(f"repair     {config.repair_after(config.context_in())}, {origin}")
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")

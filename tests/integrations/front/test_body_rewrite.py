@@ -70,7 +70,9 @@ def borders(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
     system = [segment.num_tokens for segment in prompt.segments if segment.kind == "system"]
     names = [chunk.name for chunk in prompt.chunks]
     said: dict[str, Any] = {"system": sum(system), "chunks": [chunk.num_tokens for chunk in prompt.chunks]}
-    said["position_strategy"] = "sequential"
+    said["position_strategy"], said["chunk_context"] = "sequential", "companions"
+    if names[1:]:
+        said["companions"] = list(map(list, prompt.companions))
     if any(names):
         said["ids"] = names
     if prompt.has_texts:  # one text, before the first document
@@ -290,7 +292,7 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
     [
         ({"position_strategy": "absolute"}, "'sequential' or 'shared'"),
         ({"position_strategy": 3}, "'sequential' or 'shared'"),
-        ({"chunk_context": ["system"]}, "'system' or 'none'"),
+        ({"chunk_context": ["system"]}, "'system', 'companions' or 'none'"),
         ({"repair": "last(3)"}, r"first\(16\)"),
         ({"repair": 16}, "none"),
         ({"repair": {"first": 5000}}, "4096"),

@@ -9,7 +9,7 @@ from support.vllm.asking import Answer, Ask
 
 
 def own_answer(llm: LLM, ask: Ask) -> Answer:
-    """What our engine says; it must have the chunk context of the ask."""
+    """What our engine says."""
     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, logprobs=ask.logprobs, ignore_eos=True)
     how = ask.composition
     if how is not None and how.repair:
@@ -17,9 +17,11 @@ def own_answer(llm: LLM, ask: Ask) -> Answer:
     if how is None:
         (output,) = llm.generate([list(ask.token_ids)], params)
     else:
-        assert how.chunk_context == llm.chunk_cache_config.chunk_context
-        prompt = Prompt(tuple(span.segment for span in how.layout(ask.token_ids).spans))
-        (output,) = llm.generate([prompt], params, position_strategy=how.position_strategy)
+        spans = how.layout(ask.token_ids).spans
+        segments = tuple(span.segment for span in spans if not span.is_companion)
+        prompt = Prompt(segments, companions=how.companions)
+        placing = {"position_strategy": how.position_strategy, "chunk_context": how.chunk_context}
+        (output,) = llm.generate([prompt], params, **placing)
     answers = output.outputs
     return Answer(
         token_ids=[list(answer.token_ids) for answer in answers],

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
-from kvmosaic.layout import Layout, arrange
-from kvmosaic.layout.strategies import AUTO, strategy_names
+from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
+from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
+from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.companions import NUM_COMPANIONS
+from kvmosaic.prompt.settings import check_token_ids
 from kvmosaic.repair import FirstTokens, NoRepair, repair_policy
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
@@ -25,15 +28,13 @@ DEFAULT_PRIORITY = 0.5
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+MAX_COMPANION_TOKENS = 2**17
 MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 MAX_CHANGE = 1 << 63
 _LISTS = ("ids", "texts", "continues", "labels", "pins", "changes", "priorities")
 """Fields of a composition that are empty, or have an entry for each chunk."""
-
-Saw = Literal["system", "none"]
-"""What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class Composition:
         token ids   s s s s s s | t t | a a a a | b b b b b b | q q q
                     system = 6     texts = (2, 0), chunks = (4, 6)    the rest: the question
 
-    A chunk saw the system text and itself, never texts or other chunks. Texts and the question see everything before
-    them: the changing rest of a system text, or what is between documents.
+    A chunk saw the system text, maybe companions, and itself, never texts or other chunks. Texts and the question see
+    everything before them: the changing rest of a system text, or what is between documents.
     """
 
     system: int
@@ -52,7 +53,7 @@ class Composition:
     chunks: tuple[int, ...]
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: str = "sequential"
-    chunk_context: Saw = "system"
+    chunk_context: ChunkContext = "system"
     repair: int = 0
     """Tokens at the start of each chunk that are recomputed with everything before them visible; 0: none."""
     ids: tuple[str | None, ...] = ()
@@ -73,6 +74,11 @@ class Composition:
     0 for others; empty: not known."""
     priorities: tuple[float | None, ...] = ()
     """Eviction priority of each chunk, 0 to 1; None: not said; empty: none is."""
+    companions: tuple[tuple[int, ...], ...] = ()
+    """Token ids of texts that chunks saw with the context "companions", and that are not in the prompt: those of
+    document k the first k, or all."""
+    place: int = 0
+    """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
@@ -81,11 +87,15 @@ class Composition:
             ("system", 0, (self.system,)),
             ("a chunk", 1, self.chunks),
             ("a text", 0, self.texts),
+            ("a companion", 1, tuple(map(len, self.companions))),
         ):
             for wrong in (length for length in lengths if not shortest <= length <= MAX_TOKENS):
                 raise InvalidConfig(f"{name} of {wrong} tokens; give a number from {shortest} to {MAX_TOKENS}")
         check_choice("position_strategy", self.position_strategy, choices(auto=False))
-        check_choice("chunk_context", self.chunk_context, get_args(Saw))
+        check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
+        for name, number in (("companions", len(self.companions)), ("place", self.place)):
+            if not 0 <= number <= NUM_COMPANIONS:
+                raise InvalidConfig(f"{name}: {number}; documents see at most {NUM_COMPANIONS} companions")
         if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if any(part not in (0, 1) for part in self.continues) or any(self.continues[:1]):
@@ -125,10 +135,17 @@ class Composition:
             tokens = tuple(token_ids[start : start + chunk])
             # computed right after the system text, as a section is, and moved
             own = Segment(SegmentKind.CHUNK, tokens, name=name, document_offset=offset, is_section=bool(is_later))
+            own = replace(own, part=(2, 2)) if is_later else own
             segments.append(own)
             start, offset = start + chunk, offset + chunk
         segments.append(Segment(SegmentKind.QUESTION, tuple(token_ids[start:])))
-        return arrange(Prompt(tuple(segments)), self.position_strategy, self.chunk_context)
+        prompt = Prompt(tuple(segments), companions=self.companions, place=self.place)
+        return arrange(prompt, self.position_strategy, self.chunk_context)
+
+    def without_companions(self, default_repair: int) -> Composition:
+        """The same for chunks that saw the system text only."""
+        repair = default_repair if self.leaves_repair_open else self.repair
+        return replace(self, chunk_context="system", repair=repair, companions=(), place=0)
 
     def to_params(self) -> dict[str, Any]:
         """Encodes it as `kv_transfer_params` of a request."""
@@ -147,6 +164,10 @@ class Composition:
                 params[name] = list(getattr(self, name))
         if any(priority is not None for priority in self.priorities):
             params["priorities"] = list(self.priorities)
+        if self.companions:
+            params["companions"] = list(map(list, self.companions))
+        if self.place:
+            params["place"] = self.place
         return {FIELD: params}
 
     @classmethod
@@ -156,6 +177,7 @@ class Composition:
         num_tokens: int,
         *,
         trained_positions: int | None = None,
+        vocab_size: int = 2**31,
         default_repair: int = 0,
     ) -> Composition | None:
         """Reads the composition of a request of `num_tokens` tokens; None if it has no segments.
@@ -164,7 +186,8 @@ class Composition:
             params: the request's `kv_transfer_params`.
             num_tokens: length of the whole prompt.
             trained_positions: max trained position of the model, for requests that leave the strategy to the engine.
-            default_repair: for requests without a repair setting.
+            vocab_size: of the model; its token ids are below.
+            default_repair: for requests without a repair setting, whose documents saw no companions.
 
         Raises:
             InvalidConfig: an unknown field, a wrong type, a number out of range, or no token left for the question.
@@ -174,18 +197,22 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", *FIELDS, *_LISTS}
+        known = {"system", "chunks", "companions", "place", *FIELDS, *_LISTS}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
         check_choice("position_strategy", strategy, choices())
-        repair = fields.get("repair")
+        repair, context = fields.get("repair"), fields.get("chunk_context", "system")
+        listed = _listed("companions", fields.get("companions", ()), NUM_COMPANIONS)
+        companions = tuple(tuple(_listed("companions", each, MAX_COMPANION_TOKENS)) for each in listed)
+        for companion in companions:
+            check_token_ids(companion, vocab_size, "companion")
         composition = cls(
             system=_number("system", fields.get("system", 0)),
             chunks=tuple(_number("chunks", value) for value in _listed("chunks", fields.get("chunks"))),
             position_strategy=choose_strategy(strategy, num_tokens, trained_positions),
-            chunk_context=fields.get("chunk_context", "system"),
-            repair=default_repair if repair is None else _number("repair", repair),
+            chunk_context=context,
+            repair=default_repair * (context != "companions") if repair is None else _number("repair", repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
             leaves_repair_open=repair is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
@@ -196,6 +223,8 @@ class Composition:
             pins=tuple(_number("pins", each) for each in _listed("pins", fields.get("pins", ()))),
             changes=tuple(_number("changes", each) for each in _listed("changes", fields.get("changes", ()))),
             priorities=tuple(_listed("priorities", fields.get("priorities", ()))),
+            companions=companions,
+            place=_number("place", fields.get("place", 0)),
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(
@@ -210,14 +239,16 @@ class How:
     """Composition options of one request, or a server's defaults for options that a request omits."""
 
     position_strategy: str = "auto"
-    chunk_context: Saw = "system"
+    chunk_context: ChunkContext | None = None
+    """None: as the model's configuration says, or companions where documents are one after the other."""
     repair: int | None = None
     """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
     default repair, where it can."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
-        check_choice("chunk_context", self.chunk_context, get_args(Saw))
+        if self.chunk_context is not None:
+            check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
         """A copy with the fields that are present and not None.
@@ -259,7 +290,29 @@ class EncodedRequest:
     """None: an ordinary prompt."""
 
 
-def composed(prompt: Prompt, how: How, trained_positions: int | None) -> EncodedRequest:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What decides how a model's documents are placed."""
+
+    trained_positions: int | None = None
+    """Max trained position; None: unknown, or no limit."""
+    chunk_context: ChunkContext = "companions"
+    """What documents one after the other saw, where nothing is set."""
+
+    @classmethod
+    def of(cls, model_config: Any) -> ModelFacts:
+        """The facts in the configuration of a vLLM model."""
+        said = getattr(getattr(model_config, "hf_config", None), CHUNK_CONTEXT_KEY, None)
+        return cls(trained_positions(model_config), "system" if said == "system" else "companions")
+
+    def placing(self, how: How, num_tokens: int) -> tuple[str, ChunkContext]:
+        """Strategy and context of a prompt of so many tokens."""
+        strategy = choose_strategy(how.position_strategy, num_tokens, self.trained_positions)
+        usual: ChunkContext = "system" if strategy_named(strategy).overlaps else self.chunk_context
+        return strategy, how.chunk_context or usual
+
+
+def composed(prompt: Prompt, how: How, model: ModelFacts) -> EncodedRequest:
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
 
     Raises:
@@ -278,17 +331,21 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
     names = tuple(chunk.name for chunk in chunks)
     continues = tuple(int(chunk.document_offset > 0) for chunk in chunks)
     priorities = tuple(chunk.priority for chunk in chunks)
+    strategy, context = model.placing(how, len(token_ids))
+    num_before = prompt.place + sum(not chunk.continues for chunk in chunks[1:])
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
-        position_strategy=choose_strategy(how.position_strategy, len(token_ids), trained_positions),
-        chunk_context=how.chunk_context,
+        position_strategy=strategy,
+        chunk_context=context,
         repair=how.repair or 0,
         ids=names if any(names) else (),
         leaves_repair_open=how.repair is None,
         texts=_texts(prompt),
         continues=continues if any(continues) else (),
         priorities=priorities if any(priority is not None for priority in priorities) else (),
+        companions=with_kin(prompt).companions[:num_before] if context == "companions" else (),
+        place=prompt.place,
     )
     return EncodedRequest(token_ids, composition)
 
@@ -313,11 +370,11 @@ def _number(name: str, value: Any) -> int:
     return value
 
 
-def _listed(name: str, value: Any) -> Sequence[Any]:
+def _listed(name: str, value: Any, most: int = MAX_CHUNKS) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise InvalidConfig(f"{FIELD}.{name} is {value!r:.80}; give a list")
-    if len(value) > MAX_CHUNKS:
-        raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {MAX_CHUNKS}")
+    if len(value) > most:
+        raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {most}")
     return value
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import FIELD
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks, num_repaired
 from kvmosaic.layout import MIXED_UP, Layout, Span, alike_pair, composition_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
@@ -100,7 +100,7 @@ class ComposedReport:
         """Tokens of chunks that were recomputed in this prompt."""
         if not self.is_composed:
             return 0
-        ends = tuple(accumulate(span.num_tokens for span in self.layout.spans))
+        ends = tuple(accumulate(span.num_in_prompt for span in self.layout.spans))
         repaired = num_repaired(self.layout, self.repair)
         return sum(number for index, number in repaired.items() if self.prefix_tokens < ends[index])
 
@@ -150,6 +150,8 @@ class ComposedReport:
         positions = self.layout.positions()
         rows, start = [], 0
         for index, span in enumerate(self.layout.spans):
+            if span.is_companion:
+                continue
             length = span.num_tokens
             of_prefix = min(max(self.prefix_tokens - start, 0), length)
             if span.is_chunk and self.is_composed:
@@ -163,13 +165,13 @@ class ComposedReport:
 
     def _is_cached(self, index: int) -> bool:
         """Whether all of a system text, or of the text after it, was cached: a cached chunk saw the former."""
-        if not self.is_composed or index > 1:
+        if not self.is_composed or has_seen_chunks(self.layout, index):
             return False
         is_rest_cached = self.rest is not None and self.rest.source == "cached"
         span = self.layout.spans[index]
         if span.segment.kind != "system":
             return span.is_text and is_rest_cached
-        have_seen_it = self.chunks if self.layout.chunk_context == "system" else ()
+        have_seen_it = self.chunks if self.layout.chunk_context != "none" else ()
         return is_rest_cached or any(chunk.source == "cached" for chunk in have_seen_it)
 
     def _meaning(self) -> str:

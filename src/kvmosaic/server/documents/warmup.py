@@ -16,7 +16,6 @@ from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.patterns import FindDocuments
 from kvmosaic.server.errors import ApiError, as_api_error
-from kvmosaic.server.generation.prompts import companions_of
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 
@@ -153,7 +152,7 @@ async def _end_of(
 def _prompts_of(services: Services, document: Document, job: WarmJob, tenant: str) -> Sequence[Prompt]:
     """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
     llm = services.llm
-    companions = companions_of(llm, services.documents, tenant, job.companions)
+    companions = services.documents.companions(tenant, llm.chunk_cache_config.companions, job.companions)
     prompt = llm.encoder.beside(companions).encode_documents(
         [document],
         job.system,

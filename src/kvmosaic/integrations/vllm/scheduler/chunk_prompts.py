@@ -62,11 +62,13 @@ def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...]
     text comes from the first of these prompts that saw it, and has its own prompt if none did.
     """
     spans, positions = layout.spans, layout.positions()
-    sources = [index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index)]
+    sources = [
+        index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index) and spans[index].num_in_prompt
+    ]
     has_shared_system = spans[0].segment.kind == "system" and any(spans[index].views for index in sources)
     numbers: dict[ChunkPrompt, int] = {}
     pieces = [PromptPiece(0, spans[0].num_tokens, 0, 0, 0, 0)] if has_shared_system else []
-    starts = tuple(accumulate((span.num_tokens for span in spans), initial=0))
+    starts = tuple(accumulate((span.num_in_prompt for span in spans), initial=0))
     for index in sources[has_shared_system:]:
         span = spans[index]
         seen = [token for view in span.views for token in spans[view.span].token_ids]
@@ -113,5 +115,5 @@ def recomputed_runs(layout: Layout, repair: int, num_cached: int) -> tuple[tuple
         start, stop = max(begin, num_cached), begin + length
         if start < stop:
             runs.append((start, stop, positions[index] + start - begin))
-        begin += span.num_tokens
+        begin += span.num_in_prompt
     return tuple(runs)

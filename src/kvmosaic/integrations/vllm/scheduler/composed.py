@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 
+from kvmosaic.cache.keys import encode_tokens
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
@@ -161,10 +162,11 @@ class ComposedHasher:
         self._first_private = first_private_block(layout, block_size)
         self._method = (
             *(_SPACE, composition.position_strategy, composition.chunk_context),
-            *(composition.repair, composition.system),
+            *(composition.repair, composition.system, *map(encode_tokens, composition.companions)),
         )
-        starts = accumulate((span.num_tokens for span in layout.spans), initial=0)
-        self._marks = [(start, _mark_of(span.segment)) for span, start in zip(layout.spans, starts, strict=False)]
+        starts = accumulate((span.num_in_prompt for span in layout.spans), initial=0)
+        spans = zip(layout.spans, starts, strict=False)
+        self._marks = [(start, _mark_of(span.segment)) for span, start in spans if not span.is_companion]
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""

@@ -43,7 +43,7 @@ class InPlacePlan:
         read: list[tuple[int, PromptPiece]] = []
         begin = own = 0
         for index, span in enumerate(layout.spans):
-            num_own = min(heads.get(index, 0), span.num_tokens) if span.is_chunk else span.num_tokens
+            num_own = min(heads.get(index, 0), span.num_tokens) if span.is_chunk else span.num_in_prompt
             if num_own:
                 shift = positions.get(index, span.start) - own
                 if shift != (shifts[-1][1] if shifts else 0):
@@ -52,7 +52,7 @@ class InPlacePlan:
                 own += num_own
             if span.is_chunk and num_own < span.num_tokens:
                 read.append((own, _without_first(stored[index], num_own)))
-            begin += span.num_tokens
+            begin += span.num_in_prompt
         # with its own prompt, which no document shares, it is computed as the request's own
         shared = {piece.prompt for _, piece in read} if layout.spans[0].segment.kind == "system" else set()
         system = [piece for piece in (stored.get(0),) if piece is not None and piece.prompt in shared]
