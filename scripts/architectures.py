@@ -34,15 +34,15 @@ Measure = Callable[[LoadedModel], float | None]
 
 HEADER = """# Architectures
 
-Does my model work, and which parts of it does kvmosaic support? Look it up below, or check it:
+Look your model up below, or check it:
 
     kvmosaic check path/to/a/model
 
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
 {num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 
-Each was run as a tiny random model in float64: a few layers, windows of 8 tokens, norms that are not neutral. Its
-properties were detected by running its own attention at load, not looked up by name.
+Each was run as a tiny random model in float64, with windows of 8 tokens. Its properties were detected by running its own
+attention at load.
 
 - **rotation**: which dimensions are rotated in pairs ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
@@ -56,26 +56,17 @@ properties were detected by running its own attention at load, not looked up by 
 | the engine (chunks cached, cold and warm) / one dense forward, in `shared` positions | {composed} |
 | the same in `sequential` positions, where cached chunks are moved | {moved} |
 
-In some models a token depends on its absolute position by more than the rotation: Beam scales the queries of layers
-without rotation, Ministral 3 and Mistral 4 those of far positions, Llama 4 cuts positions into chunks. Cached chunks
-then keep the values of the position they were computed at; cached and recomputed are still the same, but a moved
-chunk differs from a dense forward at the new position. Llama 4 is limited to sequences and forwards shorter than its
-`floor_scale`, because it counts tokens instead of reading positions.
-
-Attention that is written into its module (BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, XGLM) is recognized by the name
-of its class, and its adapter is compared with the module's own code at load.
-
-Falcon rounds its bias to bfloat16 in every type, so that the bias of two tokens depends on their positions. In bfloat16
-that is ordinary rounding; in a finer type its chunks are used only at the positions where they were computed.
+In some models a token depends on its absolute position by more than the rotation (Beam, Ministral 3, Mistral 4, Llama 4):
+a moved chunk then differs from a dense forward at the new position. Llama 4 is limited to sequences and forwards shorter
+than its `floor_scale`. Falcon rounds its bias to bfloat16; in a finer type its chunks are used only at the positions where
+they were computed.
 """
 
 
 FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
 refused at load.
 
-In `shared` positions nothing is moved, so that learned positions are exact. In `absolute` positions a chunk is computed
-at its `position_offset` and reused at that offset only. A prompt or an offset beyond the model's table of positions is
-refused before it runs."""
+A prompt or an offset beyond the model's table of positions is refused before it runs."""
 
 
 def dense_difference(model: LoadedModel) -> float:

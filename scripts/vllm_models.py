@@ -24,8 +24,7 @@ OUTPUT = ROOT / "docs" / "vllm-models.md"
 
 HEADER = """# Models that compose inside vLLM
 
-Does vLLM compose documents with my model? Look its architecture up below (`architectures` in its `config.json`), or
-check it:
+Look the architecture of your model up below (`architectures` in its `config.json`), or check it:
 
     kvmosaic check path/to/a/model --vllm
 
@@ -36,16 +35,15 @@ this project run Llama, Qwen 2 and 3, Gemma 2 and 3, EXAONE 4, DeepSeek V2 (keys
 Qwen2-VL, Qwen2.5-VL and Qwen3-VL; the others were not run.
 
 {num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not; pooling models and
-draft models are left out. A model that is not composed answers its prompts as vLLM does.
+draft models are left out.
 
-Models that also take images or sound compose prompts of text alone; repair and text between documents are not possible
-there. What decides is their language model, which the row names where vLLM's source or the default configuration does.
+Models that also take images or sound compose prompts of text alone, without repair and text between documents; their
+language model decides.
 """
 WINDOWS_OF_SOME = "layers with windows: start vLLM with `--disable-hybrid-kv-cache-manager`"
 COMPOSES = f"""
 With the default configuration. "{WINDOWS_OF_SOME[0].upper()}{WINDOWS_OF_SOME[1:]}" also holds for others of this table
-whose configuration has such layers (`sliding_window`, `layer_types`) beside layers without: without that option vLLM
-frees what a window has left, so a document has no complete KV there. See
+whose configuration has such layers (`sliding_window`, `layer_types`) beside layers without. See
 [models with sliding windows](vllm.md#models-with-sliding-windows).
 """
 DEPENDS = """
