@@ -161,7 +161,7 @@ def test_image_is_named_once() -> None:
 def test_keys_and_settings_that_are_reloaded_are_mounted_where_the_settings_look() -> None:
     mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
     assert f"# keys_file: {mounts['keys']}/keys.yaml" in (FOLDER / "server.yaml").read_text()
-    assert f"keys_file: {mounts['keys']}/keys.yaml" in (DEPLOY.parent / "docs" / "server" / "deploy.md").read_text()
+    assert f"keys_file: {mounts['keys']}/keys.yaml" in (DEPLOY.parent / "docs" / "server" / "running.md").read_text()
 
 
 def test_recipe_of_the_published_image_builds_what_there_is() -> None:
