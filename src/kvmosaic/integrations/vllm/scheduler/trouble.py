@@ -222,6 +222,8 @@ def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[W
         return "repair cannot be computed on these workers"
     if not layout.rules.overlaps:
         return ""
+    if not isinstance(composition.repair, int):
+        return "names are repaired where documents are one after the other; use position_strategy 'sequential'"
     if not all(fact.can_shift for fact in facts):
         return (
             "repair computes documents in shared positions on copies, whose positions cannot be shifted on these "
