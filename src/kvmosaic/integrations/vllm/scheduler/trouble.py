@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
-from kvmosaic.layout import Layout, alike_pair
+from kvmosaic.layout import IN_FULL, Layout, alike_pair
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -158,7 +158,7 @@ def request_trouble(
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
     if composition.leaves_repair_open and alike_pair(layout.chunk_token_ids):
-        return Bypass("alike", "documents are alike, so they are read in full; a repair, or none, lets them be reused")
+        return Bypass("alike", IN_FULL)
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
         return Bypass("repair", reason)
     if _has_texts(layout) and not all(fact.can_repair for fact in facts):
