@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
-from kvmosaic.layout import ChunkContext, Layout, alike_companions, alike_pair, arrange, with_kin
+from kvmosaic.layout import ChunkContext, Layout, arrange, likeness_of, with_kin
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
@@ -387,8 +387,7 @@ def _repair_of(
         return said
     if finder is None:
         raise InvalidConfig("repair is 'names', and this model has no tokenizer to find them by; choose 'first(16)'")
-    pair = None if said else alike_pair(documents)
-    if not said and (pair is None or not any(alike_companions([documents[pair[0]]], companions))):
+    if not said and likeness_of(documents, companions) != "met":
         return None
     runs = tuple(_runs_of(finder(each)) for each in documents)
     return None if not said and sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS else runs

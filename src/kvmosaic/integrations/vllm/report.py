@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import FIELD
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import Repair, has_seen_chunks, repaired_runs
-from kvmosaic.layout import MIXED_UP, Layout, Span, alike_pair, composition_of
+from kvmosaic.layout import MIXED_UP, Layout, Span, composition_of, likeness_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -177,8 +177,8 @@ class ComposedReport:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        is_alike = not self.is_apart and alike_pair(self.layout.chunk_token_ids)
-        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if is_alike else "")
+        likeness = "" if self.is_apart else likeness_of(self.layout.chunk_token_ids, self.layout.companions)
+        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if likeness == "apart" else "")
         if self.repair:
             what = f"the first {self.repair} tokens" if isinstance(self.repair, int) else "repaired tokens"
             meaning += f"; {what} of each document see everything before them"

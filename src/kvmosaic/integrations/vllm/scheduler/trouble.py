@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
-from kvmosaic.layout import IN_FULL, Layout, alike_pair
+from kvmosaic.layout import IN_FULL, Layout, likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -157,7 +157,7 @@ def request_trouble(
         return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
-    if composition.leaves_repair_open and alike_pair(layout.chunk_token_ids):
+    if composition.leaves_repair_open and likeness_of(layout.chunk_token_ids, ()):
         return Bypass("alike", IN_FULL)
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
         return Bypass("repair", reason)
