@@ -41,8 +41,8 @@ Look your model up below, or check it:
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
 {num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
 
-Each was run as a tiny random model in float64, with windows of 8 tokens. Its properties were detected by running its own
-attention at load.
+Each was run as a tiny random model in float64, with windows of 8 tokens. Its properties were detected by running its
+own attention at load.
 
 - **rotation**: which dimensions are rotated in pairs ("half": the first half of the rotary dimensions with the second;
   "interleaved": neighbours), and rotary dimensions of all dimensions of a head. "none": layers without positions.
@@ -56,10 +56,10 @@ attention at load.
 | the engine (chunks cached, cold and warm) / one dense forward, in `shared` positions | {composed} |
 | the same in `sequential` positions, where cached chunks are moved | {moved} |
 
-In some models a token depends on its absolute position by more than the rotation (Beam, Ministral 3, Mistral 4, Llama 4):
-a moved chunk then differs from a dense forward at the new position. Llama 4 is limited to sequences and forwards shorter
-than its `floor_scale`. Falcon rounds its bias to bfloat16; in a finer type its chunks are used only at the positions where
-they were computed.
+In some models a token depends on its absolute position by more than the rotation (Beam, Ministral 3, Mistral 4,
+Llama 4): a moved chunk then differs from a dense forward at the new position. Llama 4 is limited to sequences and
+forwards shorter than its `floor_scale`. Falcon rounds its bias to bfloat16; in a finer type its chunks are used only at
+the positions where they were computed.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -24,12 +24,12 @@ from kvmosaic.layout import (
     ChunkContext,
     Layout,
     LayoutAdapter,
+    Likeness,
     RollingWindow,
-    alike_companions,
-    alike_pair,
     arrange,
     choose_strategy,
     exact_spans,
+    likeness_of,
     with_kin,
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
@@ -121,7 +121,7 @@ class Placer:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
-        likeness = _likeness_of(layout, prompt)
+        likeness = _likeness_of(layout)
         is_default = repair is None and not self._config.says("repair")
         if is_default:
             wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
@@ -209,20 +209,11 @@ class Placer:
         return layout
 
 
-Likeness = Literal["", "apart", "met"]
-"""Of documents: they differ; some are alike, and none has met another; or they have, as companions of their kind."""
-
-
-def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
-    documents = layout.chunk_token_ids
-    pair = alike_pair(documents)
-    if pair is None:
+def _likeness_of(layout: Layout) -> Likeness:
+    likeness = likeness_of(layout.chunk_token_ids, layout.companions)
+    if likeness and exact_spans(layout).issuperset(index for index, span in enumerate(layout.spans) if span.is_chunk):
         return ""
-    exact = exact_spans(layout)
-    if all(index in exact for index, span in enumerate(layout.spans) if span.is_chunk):
-        return ""
-    kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
-    return "met" if any(kin) else "apart"
+    return likeness
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

@@ -170,6 +170,11 @@ class Layout:
         return [span.token_ids for span in self.spans if span.is_chunk]
 
     @property
+    def companions(self) -> list[tuple[int, ...]]:
+        """The tokens of each companion."""
+        return [span.token_ids for span in self.spans if span.is_companion]
+
+    @property
     def repair(self) -> int | None:
         """Index of the span of repaired tokens, if there is one."""
         return next((index for index, span in enumerate(self.spans) if span.is_repair), None)

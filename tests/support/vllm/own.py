@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import ClassVar
 
 from kvmosaic import LLM, Prompt, SamplingParams
 from support.vllm.asking import Answer, Ask
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A repair policy: of each chunk the tokens from start to stop, start to stop, …"""
+
+    bounds: tuple[tuple[int, ...], ...]
+    signals: ClassVar[frozenset[str]] = frozenset()
+
+    def choose(self, chunks):
+        runs = (chain(*map(range, bounds[::2], bounds[1::2])) for bounds in self.bounds)
+        return [list(run) if chunk.num_open else [] for run, chunk in zip(runs, chunks, strict=True)]
 
 
 def own_answer(llm: LLM, ask: Ask) -> Answer:
@@ -13,7 +27,8 @@ def own_answer(llm: LLM, ask: Ask) -> Answer:
     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, logprobs=ask.logprobs, ignore_eos=True)
     how = ask.composition
     if how is not None and how.repair:
-        params = replace(params, repair=f"first({how.repair})")
+        first = isinstance(how.repair, int)
+        params = replace(params, repair=f"first({how.repair})" if first else Runs(how.repair))
     if how is None:
         (output,) = llm.generate([list(ask.token_ids)], params)
     else:

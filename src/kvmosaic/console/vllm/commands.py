@@ -46,8 +46,8 @@ class DocumentOptions:
         str | None,
         typer.Option(
             metavar="REPAIR",
-            help="none, or first(16): so many tokens of each document are computed again. Default: none where they "
-            "have met companions, else first(8).",
+            help="none, names, or first(16): so many tokens of each document are computed again. Default: none where "
+            "they have met companions, else first(8).",
         ),
     ] = None
     long_chunks: Annotated[str | None, option("long_chunks")] = None

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
-from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
+from kvmosaic.layout import ChunkContext, Layout, arrange, likeness_of, with_kin
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.prompt.settings import check_token_ids
-from kvmosaic.repair import FirstTokens, NoRepair, repair_policy
+from kvmosaic.repair import FirstTokens, NameFinder, Names, NoRepair, repair_policy
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 """Fields of a body that say how its documents are composed."""
@@ -28,6 +29,7 @@ DEFAULT_PRIORITY = 0.5
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+MAX_REPAIRED_RUNS = 4096
 MAX_COMPANION_TOKENS = 2**17
 MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
@@ -54,8 +56,9 @@ class Composition:
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: str = "sequential"
     chunk_context: ChunkContext = "system"
-    repair: int = 0
-    """Tokens at the start of each chunk that are recomputed with everything before them visible; 0: none."""
+    repair: int | tuple[tuple[int, ...], ...] = 0
+    """Tokens of each chunk that are recomputed with everything before them visible: so many at its start; or for each
+    chunk the runs of them, as start, stop, start, stop, …"""
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
@@ -96,7 +99,9 @@ class Composition:
         for name, number in (("companions", len(self.companions)), ("place", self.place)):
             if not 0 <= number <= NUM_COMPANIONS:
                 raise InvalidConfig(f"{name}: {number}; documents see at most {NUM_COMPANIONS} companions")
-        if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
+        if not isinstance(self.repair, int):
+            _check_runs(self.repair, self.chunks)
+        elif not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if any(part not in (0, 1) for part in self.continues) or any(self.continues[:1]):
             raise InvalidConfig("continues holds 0 or 1 for each chunk, and 0 for the first, which has none before it")
@@ -154,7 +159,7 @@ class Composition:
         if self.chunk_context != "system":
             params["chunk_context"] = self.chunk_context
         if not self.leaves_repair_open:
-            params["repair"] = self.repair
+            params["repair"] = self.repair if isinstance(self.repair, int) else list(map(list, self.repair))
         if self.ids:
             params["ids"] = list(self.ids)
         if any(self.texts):
@@ -212,7 +217,7 @@ class Composition:
             chunks=tuple(_number("chunks", value) for value in _listed("chunks", fields.get("chunks"))),
             position_strategy=choose_strategy(strategy, num_tokens, trained_positions),
             chunk_context=context,
-            repair=default_repair * (context != "companions") if repair is None else _number("repair", repair),
+            repair=default_repair * (context != "companions") if repair is None else _read_runs(repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
             leaves_repair_open=repair is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
@@ -241,9 +246,9 @@ class How:
     position_strategy: str = "auto"
     chunk_context: ChunkContext | None = None
     """None: as the model's configuration says, or companions where documents are one after the other."""
-    repair: int | None = None
-    """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
-    default repair, where it can."""
+    repair: int | Literal["names"] | None = None
+    """Tokens of each document that are recomputed with everything before them visible: so many at its start, or words
+    with a digit or a capital letter; None: the default."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
@@ -262,8 +267,8 @@ class How:
         return replace(self, **given)
 
 
-def read_repair(value: object) -> int:
-    """Parses "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
+def read_repair(value: object) -> int | Literal["names"]:
+    """Parses "names"; and "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.
@@ -273,11 +278,13 @@ def read_repair(value: object) -> int:
         policy = repair_policy(said)  # type: ignore[arg-type]
         if isinstance(policy, NoRepair):
             return 0
+        if isinstance(policy, Names):
+            return "names"
         if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
             return policy.tokens
     raise InvalidConfig(
-        f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
-        f"{MAX_REPAIR_TOKENS}"
+        f'repair is {value!r:.80}; write "none", "names", or "first(16)" for the first 16 tokens of each document, at '
+        f"most {MAX_REPAIR_TOKENS}"
     )
 
 
@@ -312,8 +319,11 @@ class ModelFacts:
         return strategy, how.chunk_context or usual
 
 
-def composed(prompt: Prompt, how: How, model: ModelFacts) -> EncodedRequest:
+def composed(prompt: Prompt, how: How, model: ModelFacts, finder: NameFinder | None = None) -> EncodedRequest:
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
+
+    Where no repair is set, documents that are alike and have met companions of their kind are reused, and the names
+    that `finder` finds in them are repaired.
 
     Raises:
         InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
@@ -333,18 +343,20 @@ def composed(prompt: Prompt, how: How, model: ModelFacts) -> EncodedRequest:
     priorities = tuple(chunk.priority for chunk in chunks)
     strategy, context = model.placing(how, len(token_ids))
     num_before = prompt.place + sum(not chunk.continues for chunk in chunks[1:])
+    companions = with_kin(prompt).companions[:num_before] if context == "companions" else ()
+    repair = _repair_of([chunk.token_ids or () for chunk in chunks], companions, how.repair, finder)
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
         position_strategy=strategy,
         chunk_context=context,
-        repair=how.repair or 0,
+        repair=0 if repair is None else repair,
         ids=names if any(names) else (),
-        leaves_repair_open=how.repair is None,
+        leaves_repair_open=repair is None,
         texts=_texts(prompt),
         continues=continues if any(continues) else (),
         priorities=priorities if any(priority is not None for priority in priorities) else (),
-        companions=with_kin(prompt).companions[:num_before] if context == "companions" else (),
+        companions=companions,
         place=prompt.place,
     )
     return EncodedRequest(token_ids, composition)
@@ -362,6 +374,45 @@ def _texts(prompt: Prompt) -> tuple[int, ...]:
             lengths.append(length)
             length = 0
     return tuple(lengths) if any(lengths) else ()
+
+
+def _repair_of(
+    documents: Sequence[Sequence[int]],
+    companions: Sequence[tuple[int, ...]],
+    said: int | Literal["names"] | None,
+    finder: NameFinder | None,
+) -> int | tuple[tuple[int, ...], ...] | None:
+    """The repaired tokens of these documents; None: the engine decides."""
+    if isinstance(said, int) or (said is None and (finder is None or not companions)):
+        return said
+    if finder is None:
+        raise InvalidConfig("repair is 'names', and this model has no tokenizer to find them by; choose 'first(16)'")
+    if not said and likeness_of(documents, companions) != "met":
+        return None
+    runs = tuple(_runs_of(finder(each)) for each in documents)
+    return None if not said and sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS else runs
+
+
+def _runs_of(chosen: Sequence[bool]) -> tuple[int, ...]:
+    """Start and stop of each run of chosen tokens."""
+    return tuple(index for index, (one, other) in enumerate(pairwise((False, *chosen, False))) if one != other)
+
+
+def _read_runs(value: Any) -> int | tuple[tuple[int, ...], ...]:
+    if isinstance(value, list | tuple):
+        return tuple(tuple(_number("repair", each) for each in _listed("repair", runs)) for runs in value[:MAX_CHUNKS])
+    return _number("repair", value)
+
+
+def _check_runs(runs: Sequence[Sequence[int]], chunks: Sequence[int]) -> None:
+    """Raises InvalidConfig unless there are runs for each chunk, one after the other, inside it, and not too many."""
+    if len(runs) != len(chunks):
+        raise InvalidConfig(f"repair has runs of {len(runs)} chunks, and there are {len(chunks)}; give some for each")
+    for bounds, length in zip(runs, chunks, strict=True):
+        if len(bounds) % 2 or any(one >= other for one, other in pairwise((-1, *bounds, length + 1))):
+            raise InvalidConfig(f"repair has the runs {list(bounds)!r:.80} of {length} tokens; give ascending bounds")
+    if sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS:
+        raise InvalidConfig(f"repair has {sum(map(len, runs)) // 2} runs of tokens; at most {MAX_REPAIRED_RUNS}")
 
 
 def _number(name: str, value: Any) -> int:

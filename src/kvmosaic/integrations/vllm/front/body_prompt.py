@@ -21,6 +21,7 @@ from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
+from kvmosaic.repair import NameFinder
 
 Body = Mapping[str, Any]
 
@@ -35,6 +36,7 @@ class Renderer:
     def __init__(self, model: ServedModel, settings: FrontSettings, store: DocumentStore) -> None:
         self.model = model
         self.encoder = model.encoder(settings)
+        self.names = NameFinder(model.tokenizer)
         self._settings = settings
         self._store = store
 

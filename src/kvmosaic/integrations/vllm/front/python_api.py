@@ -12,6 +12,7 @@ from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Prompt, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
+from kvmosaic.repair import NameFinder
 
 MAX_PROMPTS = 2**20
 
@@ -136,8 +137,8 @@ def _generated(
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidPrompt(f"{len(each)} sampling_params for {len(prompts)} prompts; give one each, or one for all")
-    facts = ModelFacts.of(llm.llm_engine.model_config)
-    ready = [composed(prompt, how, facts) for prompt in prompts]
+    facts, names = ModelFacts.of(llm.llm_engine.model_config), NameFinder(llm.get_tokenizer())
+    ready = [composed(prompt, how, facts, names) for prompt in prompts]
     inputs = [vllm_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
     params = [with_boundaries(one, own) for one, own in zip(ready, each, strict=True)]
     answers: list[Any] = llm.generate(inputs, params, **options)

@@ -22,8 +22,8 @@ from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
     ChunkPrompt,
     PromptPiece,
     first_private_block,
-    num_repaired,
     recomputed_runs,
+    repaired_runs,
 )
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
@@ -160,13 +160,19 @@ class ComposedHasher:
     ) -> None:
         self._block_size, self._digest = block_size, digest
         self._first_private = first_private_block(layout, block_size)
+        repair = composition.repair
         self._method = (
             *(_SPACE, composition.position_strategy, composition.chunk_context),
-            *(composition.repair, composition.system, *map(encode_tokens, composition.companions)),
+            *(repair if isinstance(repair, int) else -1, composition.system),
+            *map(encode_tokens, composition.companions),
         )
         starts = accumulate((span.num_in_prompt for span in layout.spans), initial=0)
-        spans = zip(layout.spans, starts, strict=False)
+        spans = list(zip(layout.spans, starts, strict=False))
         self._marks = [(start, _mark_of(span.segment)) for span, start in spans if not span.is_companion]
+        if not isinstance(repair, int):
+            for index, runs in repaired_runs(layout, repair).items():
+                self._marks += [(spans[index][1] + run.start, ("repaired", str(len(run)))) for run in runs]
+            self._marks.sort()
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
@@ -288,7 +294,7 @@ def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, bloc
     layout, repair = composed.layout, composed.composition.repair
     runs = recomputed_runs(layout, repair, num_cached)
     away = _distances(composed) if runs else {}
-    repaired = num_repaired(layout, repair)
+    repaired = repaired_runs(layout, repair)
     moves: list[Move] = []
     returns: list[Move] = []
     for piece, held in composed.planned:
@@ -296,7 +302,7 @@ def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, bloc
         distance = away.get(piece.span, 0)
         moves.append(_move(piece, source, own, distance, block_size))
         if distance:
-            returns += _returns(piece, source, own, distance, repaired[piece.span], block_size)
+            returns += _returns(piece, source, own, distance, repaired[piece.span][0].stop, block_size)
     tokens: Any = composed.request.prompt_token_ids
     repairs = (
         RepairedRun(own[: -(-stop // block_size)], start, tuple(tokens[start:stop]), position)

@@ -140,11 +140,7 @@ class SchedulerSide:
                 require_composing(self._trouble.reason)
             return
         self._default_repair = default_repair(self._facts)
-        _log.info(
-            "kvmosaic: documents are composed, %s by default; answers may differ from full attention: kvmosaic tune "
-            "measures how much, and which repair the model needs",
-            f"with the first {self._default_repair} tokens of each repaired" if self._default_repair else "unrepaired",
-        )
+        _log.info("kvmosaic: documents are composed; kvmosaic tune measures how near answers are to full attention")
         if self.tiering is not None:
             self.tiering.on_handshake(dict(enumerate(fact.fingerprint for fact in self._facts)))
 
