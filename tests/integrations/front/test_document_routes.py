@@ -120,7 +120,7 @@ def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
         ("POST", "/v1/documents/a:pin", b"", 404),
         ("POST", "/v1/documents/a:warm", b"", 404),
         ("POST", "/v1/documents:warm", b'{"ids": 3}', 400),
-        ("POST", "/v1/documents:warm", b'{"stream": true}', 400),
+        ("POST", "/v1/documents:warm", b'{"stream": 1}', 400),
         ("POST", "/v1/documents:warm", b'{"systm": "x"}', 400),
         ("POST", "/v1/documents:warm", b'{"system": 3, "documents": ["x"]}', 400),
         ("POST", "/v1/documents:warm", b'{"documents": [3]}', 400),
@@ -158,9 +158,10 @@ def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any
     app.report = {**REPORT, "documents": [{"action": "computed"}]}
     every = client.post("/v1/documents:warm", json={}).json()
     assert (every["num_documents"], every["num_computed"]) == (2, 2)
-    some = client.post("/v1/documents:warm", json={"ids": ["a", "gone"], "documents": ["A text."]}).json()
+    some = client.post("/v1/documents:warm", json={"ids": ["a"], "documents": ["x " * 9_000, "A text."]}).json()
     assert [entry["object"].partition(".")[2] for entry in some["data"]] == ["warmed", "failed", "warmed"]
-    assert some["data"][1]["error"]["code"] == "document_not_found"
+    assert some["data"][1]["error"]["code"] == "context_length_exceeded"
+    assert client.post("/v1/documents:warm", json={"ids": ["a", "gone"]}).status_code == 404
     assert client.post("/v1/documents:warm", json={"ids": ["gone"]}).status_code == 404
     assert client.post("/v1/documents:warm", json={"ids": []}).json()["num_documents"] == 0
 

@@ -15,7 +15,7 @@ from support.files import pdf_file
 from support.vllm.front import KEY, App
 
 from kvmosaic.extraction import extract_text
-from kvmosaic.integrations.vllm.front import writer
+from kvmosaic.integrations.vllm.front import served
 from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 
@@ -250,7 +250,7 @@ def test_what_was_stored_stays_when_the_client_leaves_an_upload(front: Any) -> N
 def test_uploads_in_progress_are_bounded_and_end_when_nothing_comes(
     front: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.integrations.vllm.front.documents.PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr("kvmosaic.web.request_body.BODY_SECONDS", 0.5)
 
     async def crowding() -> None:
         slow = [Exchange(front, "POST", BATCH, JSONL["Content-Type"]) for _ in range(9)]
@@ -305,7 +305,7 @@ def slow_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
         assert may_go_on.wait(60)
         return extract_text(content, name)
 
-    monkeypatch.setattr(writer, "extract_text", waiting)
+    monkeypatch.setattr(served, "extract_text", waiting)
     yield may_go_on
     may_go_on.set()
 
