@@ -115,7 +115,7 @@ class RequestBodyMiddleware:
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request whose route reads the body itself."""
         has_begun = False
-        body = UploadBody(receive, self._rules.max_upload_bytes, self._rules.upload_setting, BODY_SECONDS)
+        body = UploadBody(receive, self._rules.max_upload_bytes, self._rules.upload_setting)
 
         async def forward(message: Message) -> None:
             nonlocal has_begun
@@ -193,18 +193,11 @@ class RequestBodyMiddleware:
 class UploadBody:
     """The `receive` of a request whose route reads the body itself."""
 
-    def __init__(
-        self,
-        receive: Receive,
-        max_bytes: int,
-        setting: str,
-        pause_seconds: float,
-    ) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, setting: str) -> None:
         """`setting`: what the operator calls `max_bytes`, for errors."""
         self._receive = receive
         self._max_bytes = max_bytes
         self._setting = setting
-        self._pause_seconds = pause_seconds
         self._num_bytes = 0
         self._is_whole = False
 
@@ -217,10 +210,10 @@ class UploadBody:
         if self._is_whole:
             return await self._receive()
         try:
-            async with asyncio.timeout(self._pause_seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 message = await self._receive()
         except TimeoutError:
-            told = f"nothing of the body came for {self._pause_seconds:g} s; what was read before is stored"
+            told = f"nothing of the body came for {BODY_SECONDS:g} s; what was read before is stored"
             raise ApiError(408, told, code="body_timeout", headers=CLOSE) from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._max_bytes:

@@ -47,7 +47,7 @@ class ServerDocuments(ServedDocuments):
 
     @classmethod
     def of(cls, services: Services, request: HTTPRequest) -> ServerDocuments:
-        """Those that a request may use."""
+        """The documents that a request may use."""
         return cls(services, request.state.tenant, request_id_of(request))
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

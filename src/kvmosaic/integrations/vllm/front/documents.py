@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvmosaic.api.errors import RETRY_SECONDS, ApiError
 from kvmosaic.documents import DocumentStore, StoreLimits, document_place
@@ -20,8 +21,6 @@ from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 
-FILES = "/v1/files"
-VECTOR_STORES = "/v1/vector_stores"
 _OUTER = "kvmosaic.outer"
 """Key in an ASGI scope of the scope in vLLM's own app."""
 
@@ -49,23 +48,25 @@ class DocumentRoutes:
 
     def __init__(self, front: ComposedDocuments) -> None:
         self._front = front
-        self._app: ASGIApp | None = None
+        self._app: FastAPI | None = None
+        self._lock = asyncio.Lock()
         self._owned: dict[str, bool] = {}
 
     def answers(self, path: str, scope: Scope) -> bool:
         """Whether a path is one of these routes, and vLLM has none of its own there."""
         if path.startswith(documents.ROUTE):
             return path.removeprefix(documents.ROUTE)[:1] in ("", "/", ":")
-        route = next((route for route in (FILES, VECTOR_STORES) if f"{path}/".startswith(f"{route}/")), None)
-        return route is not None and not self._find_owned(route, scope)
+        found = [route for route in (files.ROUTE, "/v1/vector_stores") if f"{path}/".startswith(f"{route}/")]
+        return any(not self._find_owned(route, scope) for route in found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; a client that is gone gets no reply."""
         models = await ask(self._front.app, scope, "GET", "/v1/models")
         if models.status_code >= 400:
             return await models(scope, receive, send)
-        if self._app is None:  # on first use: building it takes longer than most servers need it
-            self._app = document_app(self._front)
+        async with self._lock:  # on first use, since not every vLLM has documents; it takes a tenth of a second
+            if self._app is None:
+                self._app = await self._front.in_thread(document_app, self._front)
         return await self._app({**scope, "state": {}, _OUTER: scope}, receive, send)
 
     def _find_owned(self, route: str, scope: Scope) -> bool:
