@@ -24,6 +24,7 @@ from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck, run_self_check
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout import ChunkContext
+from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
 from kvmosaic.memory.buffer import pinned_bytes
@@ -60,8 +61,6 @@ documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
-CHUNK_CONTEXT_KEY = "kvmosaic_chunk_context"
-"""In a model's config.json."""
 
 
 def checked(settings: Settings, kind: type[Settings]) -> Settings:

@@ -17,7 +17,7 @@ from kvmosaic.adapt.command import adapt_command
 from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
-from kvmosaic.console.help import CommandGroup, HelpCommand
+from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
 from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
@@ -258,6 +258,14 @@ def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> 
     server_call.wake(url, timeout)
 
 
+class _ServeHelp(ShortHelpCommand):
+    common = (
+        *("--device", "--dtype", "--max-model-len", "--served-model-name", "--host", "--port", "--api-key", "--config"),
+        *("--documents-dir", "--warm-on-start", "--find-documents", "--companions", "--repair"),
+        *("--chunk-cache-size", "--chunk-tier"),
+    )
+
+
 class _ServeCommand(HelpCommand):
     """The command whose options come from the settings of the server."""
 
@@ -268,7 +276,7 @@ class _ServeCommand(HelpCommand):
         check_installed()
         from kvmosaic.server.options import serve_app
 
-        command = typer.main.get_command(serve_app(_launch, HelpCommand))
+        command = typer.main.get_command(serve_app(_launch, HelpCommand, show_all))
         return command.shell_complete(command.make_context("serve", [], resilient_parsing=True), incomplete)
 
 
@@ -285,7 +293,7 @@ def serve(context: typer.Context) -> None:
     from kvmosaic.server.options import serve_app
 
     # the options come from the server settings, which need the server's packages
-    serve_app(_launch, HelpCommand)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
+    serve_app(_launch, _ServeHelp, show_all)(context.args, prog_name="kvmosaic serve", standalone_mode=False)
 
 
 def _launch(settings: Any, read: Callable[[], Any]) -> None:

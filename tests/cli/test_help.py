@@ -64,13 +64,20 @@ def test_no_line_of_a_help_text_is_cut(columns: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rich_utils, "MAX_WIDTH", columns)
     faults = []
     for words in every_command():
-        result = CliRunner().invoke(app, [*words, "--help"])
+        result = CliRunner().invoke(app, [*words, "--help-all" if words == ("serve",) else "--help"])
         lines = result.stdout.splitlines()
         cut = [line for line in lines if len(line.rstrip()) > columns or "…  " in line or "… │" in line]
         missing = options_of(words) - set(re.findall(r"--[a-z0-9-]+", result.stdout))
         if result.exit_code or cut or missing:
             faults.append((words, result.exit_code, cut, missing))
     assert not faults
+
+
+def test_the_help_of_the_server_fits_a_screen_and_names_what_shows_the_rest() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0 and len(lines) <= 50 and max(map(len, lines)) <= 80
+    assert sum(line.startswith("  --") for line in lines) == 16 and "--help-all" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,15 @@ from kvmosaic.integrations.vllm.scheduler.chunk_prompts import first_private_blo
 from kvmosaic.layout import Layout
 
 COMPOSITIONS = st.builds(
-    lambda system, chunks, strategy, context, texts: Composition(
-        system, tuple(chunks), strategy, context, texts=tuple(texts[: len(chunks)])
+    lambda system, chunks, strategy, context, texts, companions: Composition(
+        *(system, tuple(chunks), strategy, context), texts=tuple(texts[: len(chunks)]), companions=companions
     ),
     st.integers(0, 40),
     st.lists(st.integers(1, 40), min_size=1, max_size=5),
     st.sampled_from(["sequential", "shared"]),
-    st.sampled_from(["system", "none"]),
+    st.sampled_from(["system", "companions", "none"]),
     st.lists(st.sampled_from([0, 0, 1, 7, 33]), min_size=5, max_size=5),
+    st.sampled_from([(), ((5,) * 20,), ((5,) * 3, (6,) * 17, (7,) * 16)]),
 )
 SIZES = st.sampled_from([1, 4, 16, 32])
 
@@ -58,13 +59,17 @@ def test_chunk_prompts_are_whole_blocks_of_what_the_chunk_saw_and_the_chunk(
 ) -> None:
     layout, tokens = laid_out(composition)
     prompts, pieces = take_apart(layout, block_size)
+    companions = composition.companions if composition.chunk_context == "companions" else ()
+    chunks = [index for index, span in enumerate(layout.spans) if span.is_chunk]
     assert all(len(prompt.token_ids) % block_size == 0 for prompt in prompts)
     assert all(len(prompt.token_ids) - prompt.num_tokens < block_size for prompt in prompts)
     for piece in pieces:
         kind = layout.spans[piece.span].segment.kind
         if kind != "system":
-            has_seen_system = composition.chunk_context == "system" or kind == "text"
+            has_seen_system = composition.chunk_context != "none" or kind == "text"
             seen = tokens[: composition.system] if has_seen_system else []
+            if kind == "chunk":  # document k after the first k companions
+                seen += [token for text in companions[: chunks.index(piece.span)] for token in text]
             prompt = prompts[piece.prompt]
             assert list(prompt.token_ids[: prompt.num_tokens]) == [*seen, *tokens[piece.start : piece.stop]]
             assert piece.distance == layout.position_of(piece.span) - len(seen)
@@ -91,7 +96,7 @@ def test_no_block_with_a_token_that_saw_less_than_an_ordinary_one_is_public(
 def first_differing(composition: Composition) -> int:
     num_chunks = 0
     for kind, start, _ in parts(composition):
-        seen = composition.system if composition.chunk_context == "system" else 0
+        seen = composition.system if composition.chunk_context != "none" else 0
         if kind == "chunk" and start != seen:
             return start
         num_chunks += kind == "chunk"

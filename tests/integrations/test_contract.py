@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tokenizers import make_tokenizer
 
-from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.contract import Composition, How, choose_strategy, composed
+from kvmosaic.errors import InvalidConfig, InvalidTokenId
+from kvmosaic.integrations.vllm.contract import Composition, How, ModelFacts, choose_strategy, composed
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Document, PromptEncoder
 from kvmosaic.prompt.settings import PromptOptions
 
 COMPOSITIONS = st.builds(
-    lambda system, chunks, strategy, context, repair, named, texts, continues: Composition(
+    lambda system, chunks, strategy, context, repair, named, texts, continues, companions, place: Composition(
         system,
         tuple(chunks),
         strategy,
@@ -25,15 +25,19 @@ COMPOSITIONS = st.builds(
         tuple(f"d{i}" for i in range(len(chunks))) if named else (),
         texts=tuple(texts[: len(chunks)]) if any(texts[: len(chunks)]) else (),
         continues=(0, *continues[: len(chunks) - 1]) if any(continues[: len(chunks) - 1]) else (),
+        companions=tuple(map(tuple, companions)),
+        place=place,
     ),
     st.integers(0, 60),
     st.lists(st.integers(1, 70), min_size=1, max_size=6),
     st.sampled_from(["sequential", "shared"]),
-    st.sampled_from(["system", "none"]),
+    st.sampled_from(["system", "companions", "none"]),
     st.integers(0, 80),
     st.booleans(),
     st.lists(st.sampled_from([0, 0, 5]), min_size=6, max_size=6),
     st.lists(st.sampled_from([0, 1]), min_size=5, max_size=5),
+    st.lists(st.lists(st.integers(0, 99), min_size=1), max_size=3),
+    st.integers(0, 3),
 )
 
 
@@ -52,7 +56,7 @@ def test_parts_of_a_document_are_where_our_own_engine_has_them(strategy: str, lo
     text = "# Mill\nIt is red.\n\n# Ferry\nIt goes home at noon.\n\n# Town\nIt is empty.\n" * 3
     prompt = encoder.encode_documents([Document(text), Document("Short."), Document(text)], chat=False)
     assert len(prompt.chunks) > 4
-    ready = composed(prompt, How(position_strategy=strategy), None)
+    ready = composed(prompt, How(position_strategy=strategy, chunk_context="system"), ModelFacts())
     assert ready.composition is not None
     ours = arrange(prompt, strategy)
     theirs = ready.composition.layout(ready.token_ids)
@@ -118,16 +122,28 @@ def test_a_request_without_segments_is_an_ordinary_one(params: Any) -> None:
         ({"system": 5, "chunks": [5]}, "10 of 10 tokens"),
         ({"system": 5, "chunks": [5], "chunk": 3}, "no field 'chunk'"),
         ({"chunks": [5], "position_strategy": "absolute"}, "'sequential' or 'shared'"),
-        ({"chunks": [5], "chunk_context": "all"}, "'system' or 'none'"),
+        ({"chunks": [5], "chunk_context": "all"}, "'system', 'companions' or 'none'"),
         ({"chunks": [5], "repair": 5000}, "0 to 4096"),
+        ({"chunks": [5], "repair": [[0, 2], [1, 2]]}, "runs of 2 chunks, and there are 1"),
+        ({"chunks": [5], "repair": [[0, 2, 2, 3]]}, "ascending bounds"),
+        ({"chunks": [5], "repair": [[1]]}, "ascending bounds"),
+        ({"chunks": [5], "repair": [[4, 6]]}, r"runs \[4, 6\] of 5 tokens"),
+        ({"chunks": [5], "repair": [["x", 6]]}, "whole numbers"),
         ({"chunks": [5], "ids": ["a", "b"]}, "2 ids for 1 chunks"),
         ({"chunks": [5], "texts": [1, 1]}, "2 texts for 1 chunks"),
         ({"chunks": [5], "texts": [-1]}, "a text of -1 tokens"),
         ({"chunks": [5], "texts": [5]}, "10 of 10 tokens"),
         ({"chunks": [1] * 4096, "texts": [0, *[1] * 17, *[0] * 4078]}, "17 texts between 4096 chunks; at most 16"),
         ({"system": 2**70, "chunks": [3]}, "from 0 to"),
+        ({"chunks": [5], "companions": [[1]] * 4}, "4 entries; at most 3"),
+        ({"chunks": [5], "companions": [[]]}, "a companion of 0 tokens"),
+        ({"chunks": [5], "companions": [7]}, "give a list"),
+        ({"chunks": [5], "companions": [[9, 10]]}, "token 1 of the companion is 10"),
+        ({"chunks": [5], "companions": [["x"]]}, "token 0 of the companion is 'x'"),
+        ({"chunks": [5], "companions": [[1] * (2**17 + 1)]}, "131073 entries"),
+        ({"chunks": [5], "place": 4}, "at most 3"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_its_value(fields: object, message: str) -> None:
-    with pytest.raises(InvalidConfig, match=message):
-        Composition.from_params({"kvmosaic": fields}, 10)
+    with pytest.raises((InvalidConfig, InvalidTokenId), match=message):
+        Composition.from_params({"kvmosaic": fields}, 10, vocab_size=10)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.integrations.vllm.composed_check import DenseReference, DenseRows, distance, load_reference
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import repaired_runs
 from kvmosaic.layout import dense, repaired
 
 SYSTEM, CHUNKS, QUESTION, ANSWER = (
@@ -52,7 +52,7 @@ def test_it_is_what_the_cache_of_transformers_gives_with_turned_keys(module: Any
 
 def test_documents_repaired_as_a_whole_are_an_ordinary_prompt(module: Any) -> None:
     layout = composition(repair=100).layout(TOKENS)
-    chosen = {index: range(number) for index, number in num_repaired(layout, 100).items()}
+    chosen = {index: runs[0] for index, runs in repaired_runs(layout, 100).items()}
     found = DenseReference(module).logprobs(repaired(layout, chosen), 3)
     wanted = module(torch.tensor([TOKENS])).logits[0, -3:].float().log_softmax(-1)
     torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)

@@ -6,10 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired, take_apart
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import repaired_runs, take_apart
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 
 BLOCK = 4
+
+
+def runs_in(chunks):
+    """Runs of repaired tokens in each of these chunks, as `Composition.repair` has them."""
+    chosen = (
+        st.sets(st.integers(0, length)).map(lambda bounds: sorted(bounds)[: len(bounds) // 2 * 2]) for length in chunks
+    )
+    return st.tuples(*(each.map(tuple) for each in chosen))
 
 
 @st.composite
@@ -22,8 +30,9 @@ def compositions(draw):
         chunks=chunks,
         texts=texts,
         position_strategy=strategy,
-        chunk_context=draw(st.sampled_from(["system", "none"])),
-        repair=draw(st.integers(0, 5)) if strategy == "sequential" else 0,
+        chunk_context=draw(st.sampled_from(["system", "companions", "none"])),
+        companions=draw(st.sampled_from([(), ((7, 8, 9), (5,))])),
+        repair=draw(st.integers(0, 5) | runs_in(chunks)) if strategy == "sequential" else 0,
     )
 
 
@@ -45,11 +54,13 @@ def test_each_token_is_computed_once_or_read_where_it_is_stored(composition):
         assert list(prompts[piece.prompt].token_ids[piece.offset : piece.offset + len(part)]) == part
         read += part
     assert sorted(own + read) == tokens
+    repaired = repaired_runs(layout, composition.repair)
     documents = {
         token
         for index, span in enumerate(layout.spans)
         if span.segment.kind == "chunk"
-        for token in span.token_ids[num_repaired(layout, composition.repair).get(index, 0) :]
+        for at, token in enumerate(span.token_ids)
+        if not any(at in run for run in repaired.get(index, ()))
     }
     assert set(read) == documents
 
@@ -59,6 +70,8 @@ def test_positions_and_what_is_seen_are_those_of_the_layout(composition):
     tokens, layout, _, plan = planned(composition)
     position_of, start = {}, 0
     for index, span in enumerate(layout.spans):
+        if span.is_companion:
+            continue
         first = layout.position_of(index)
         position_of |= {tokens[start + at]: first + at for at in range(span.num_tokens)}
         start += span.num_tokens

@@ -85,15 +85,16 @@ COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact
             "exact: documents are alike, so they are read in full",
         ),
         (RECORDS, {"companions": COMPANIONS}, "names", ""),
-        (RECORDS[:1] * 2, {}, "first(8)", ""),
-        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "first(8)", ""),
+        (RECORDS[:1] * 2, {}, "none", ""),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "none", ""),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {"chunk_context": "system"}, "first(8)", ""),
     ],
 )
 def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_kind(documents, how, policy, remark):
     with LLM(chatting_llama(), profile=False) as llm:
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
         (output,) = llm.chat(messages, params, documents=documents, **how)
-        assert output.reuse.repair.policy == policy
+        assert (output.reuse.repair.policy if output.reuse.repair else "none") == policy
         assert remark in output.reuse.composition and ("alike" in output.reuse.composition) == bool(remark)
         if policy == "full":
             asked = SamplingParams(temperature=0, max_tokens=4, repair="full")

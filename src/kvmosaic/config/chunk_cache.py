@@ -142,7 +142,8 @@ class ChunkCacheConfig:
         check=repair_policy,
         max_length=MAX_POLICY_CHARACTERS,
         metavar="POLICY",
-        unset=f"as the model's profile says, or {DEFAULT_REPAIR} where the model can, full where documents are alike",
+        unset="as the model's profile says, or none where documents met companions, full where documents are alike, "
+        f"else {DEFAULT_REPAIR} where the model can",
         help=f"Which tokens of cached documents requests compute again: {FORMS}.",
     )
     eviction: str | EvictionPolicy = _cache(
@@ -184,6 +185,14 @@ class ChunkCacheConfig:
             return self.chunk_context
         rules = strategy_named(strategy)
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
+
+    def repair_after(self, context: ChunkContext) -> str | RepairPolicy:
+        """Repair of documents that saw this and are not alike.
+
+        Where nothing is set, documents that have met companions are not repaired: their first tokens bring little, and
+        cost more than the question (`docs/repair.md`).
+        """
+        return "none" if context == "companions" and not self.says("repair") else self.repair
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from shutil import get_terminal_size
@@ -13,6 +14,8 @@ from typer.core import TyperCommand
 WIDE_COLUMNS = 150
 """Columns from which tables have room for every option."""
 _INDENT = " " * 6
+_ALL = "kvmosaic.help.all"
+_CLAUSE = re.compile(r"[.;:] ")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -43,6 +46,44 @@ class HelpCommand(TyperCommand):
                 for usage, text in records:
                     formatter.write(_filled(_breakable(usage, formatter.width), "  ", formatter.width))
                     formatter.write(_filled(text, _INDENT, formatter.width))
+
+
+class ShortHelpCommand(HelpCommand):
+    """A command with many options: --help shows the common ones, each in a line or two, and --help-all every one."""
+
+    common: tuple[str, ...] = ()
+    """Their names."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        """Writes the help."""
+        if context.meta.get(_ALL):
+            super().format_help(context, formatter)
+            return
+        self.rich_markup_mode = None
+        super().format_help(context, formatter)
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        """Writes the arguments and the common options, or all of them under their headings."""
+        if context.meta.get(_ALL):
+            super().format_options(context, formatter)
+            return
+        known = {each.opts[0]: each for each in self.get_params(context)}
+        arguments = [name for name, each in known.items() if each.param_type_name == "argument"]
+        records = []
+        for name in (*arguments, *self.common, "--help-all"):
+            kind = "" if getattr(known[name], "is_flag", False) else known[name].metavar or ""
+            text = _CLAUSE.split(getattr(known[name], "help", None) or "")[0].rstrip(".")
+            records.append((f"{name} {kind}", f"{text}."))
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+
+
+def show_all(context: typer.Context, value: bool) -> None:
+    """What --help-all does."""
+    if value and not context.resilient_parsing:
+        context.meta[_ALL] = True
+        typer.echo(context.get_help(), color=context.color)
+        raise typer.Exit
 
 
 class CommandGroup(typer.Typer):

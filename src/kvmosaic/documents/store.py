@@ -45,6 +45,7 @@ from kvmosaic.documents.stored import (
 )
 from kvmosaic.documents.text_index import TextIndex
 from kvmosaic.errors import DocumentChanged, DocumentExists, DocumentStoreUnavailable, KVMosaicError, UnknownDocument
+from kvmosaic.prompt.companions import MAX_COMPANIONS, MAX_STORED_CHARACTERS, STORED
 from kvmosaic.prompt.document_id import check_id
 
 MAX_SUPERSEDED = 100_000
@@ -269,12 +270,20 @@ class DocumentStore:
         self._hit(tenant, documents.values())
         return found
 
-    def first_texts(self, tenant: str, count: int, max_characters: int) -> tuple[str, ...]:
-        """The first stored documents of a tenant that are not longer, with their titles; counts no hits."""
-        first = WHOLE.where(DOCUMENTS.c.num_characters <= max_characters).order_by(DOCUMENTS.c.number).limit(count)
+    def companions(
+        self, tenant: str, setting: str | Sequence[str], named: Sequence[str] | None
+    ) -> Sequence[str] | None:
+        """Texts that a tenant's documents see (None: as the setting says); counts no hits.
+
+        Those that a request names; or, with the setting "stored", its first documents that are not long, with titles.
+        """
+        if named is not None or setting != STORED:
+            return named
+        short = WHOLE.where(DOCUMENTS.c.num_characters <= MAX_STORED_CHARACTERS)
+        first = short.order_by(DOCUMENTS.c.number).limit(MAX_COMPANIONS)
         with self._database.read() as connection:
             rows = connection.execute(first, {"tenant": tenant, "now": self._clock()}).all()
-        return tuple(content_of(row, has_label=False).plain_text for row in rows)
+        return tuple(content_of(row, has_label=False).plain_text for row in rows) or None
 
     def documents(self, tenant: str) -> list[StoredDocument]:
         """Returns all documents of a tenant, oldest first, without their texts."""

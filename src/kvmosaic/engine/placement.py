@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -25,16 +24,16 @@ from kvmosaic.layout import (
     ChunkContext,
     Layout,
     LayoutAdapter,
+    Likeness,
     RollingWindow,
-    alike_companions,
-    alike_pair,
     arrange,
     choose_strategy,
     exact_spans,
+    likeness_of,
+    with_kin,
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.prompt.companions import NUM_COMPANIONS
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -122,10 +121,10 @@ class Placer:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
-        likeness = _likeness_of(layout, prompt)
+        likeness = _likeness_of(layout)
         is_default = repair is None and not self._config.says("repair")
         if is_default:
-            wishes = self._wishes(policy, prompt, layout, likeness, has_window=has_window)
+            wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
@@ -144,12 +143,11 @@ class Placer:
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, remark)
 
     def _wishes(
-        self, policy: RepairPolicy, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
+        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
     ) -> Iterator[RepairPolicy]:
         """Default policies, the best one for right answers first.
 
         Args:
-            policy: of documents that are not alike.
             prompt: a prompt.
             layout: of the prompt.
             likeness: of its documents.
@@ -160,8 +158,8 @@ class Placer:
             yield FullRepair()
         if likeness and len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS:
             yield Names()
-        if likeness != "met":  # first tokens that see everything before them make it worse
-            yield policy
+        if prompt.chunks:
+            yield repair_policy(self._config.repair_after(layout.chunk_context))
 
     def arrange(
         self,
@@ -188,7 +186,7 @@ class Placer:
             strategy = choose_strategy(prompt.num_tokens + end, max_positions, is_movable=model.is_movable)
         context = context or self._contexts[strategy_named(strategy).name]
         if context == "companions":
-            prompt = _with_kin(prompt)
+            prompt = with_kin(prompt)
         if chunks_only:  # texts are computed with the request
             prompt = prompt.without_texts()
         layout = arrange(prompt, strategy, context, moves_sections=model.is_movable)
@@ -211,28 +209,11 @@ class Placer:
         return layout
 
 
-Likeness = Literal["", "apart", "met"]
-"""Of documents: they differ; some are alike, and none has met another; or they have, as companions of their kind."""
-
-
-def _likeness_of(layout: Layout, prompt: Prompt) -> Likeness:
-    documents = layout.chunk_token_ids
-    pair = alike_pair(documents)
-    if pair is None:
+def _likeness_of(layout: Layout) -> Likeness:
+    likeness = likeness_of(layout.chunk_token_ids, layout.companions)
+    if likeness and exact_spans(layout).issuperset(index for index, span in enumerate(layout.spans) if span.is_chunk):
         return ""
-    exact = exact_spans(layout)
-    if all(index in exact for index, span in enumerate(layout.spans) if span.is_chunk):
-        return ""
-    kin = alike_companions([documents[pair[0]]], prompt.companions) if layout.chunk_context == "companions" else ()
-    return "met" if any(kin) else "apart"
-
-
-def _with_kin(prompt: Prompt) -> Prompt:
-    """A prompt with the few of its companions that are like its documents, or with the first few."""
-    if len(prompt.companions) <= 1 or not prompt.chunks:
-        return prompt
-    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
-    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
+    return likeness
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

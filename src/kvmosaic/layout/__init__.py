@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, alike_companions, alike_pair
+    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, Likeness, likeness_of, with_kin
     from kvmosaic.layout.arrangement import arrange, composition_of
     from kvmosaic.layout.dense_layout import DenseLayout, dense
     from kvmosaic.layout.repaired_layout import exact_spans, later_tokens_seen, repair_positions, repaired
@@ -36,14 +36,13 @@ __all__ = [
     "DenseLayout",
     "Layout",
     "LayoutAdapter",
+    "Likeness",
     "PositionStrategy",
     "RollingWindow",
     "SoftmaxWeight",
     "Span",
     "View",
     "Visibility",
-    "alike_companions",
-    "alike_pair",
     "arrange",
     "choose_strategy",
     "composition_of",
@@ -51,13 +50,15 @@ __all__ = [
     "dense",
     "exact_spans",
     "later_tokens_seen",
+    "likeness_of",
     "repair_positions",
     "repaired",
+    "with_kin",
 ]
 
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
-    "alike": ("IN_FULL", "MIXED_UP", "alike_companions", "alike_pair"),
+    "alike": ("IN_FULL", "MIXED_UP", "Likeness", "likeness_of", "with_kin"),
     "arrangement": ("arrange", "composition_of"),
     "dense_layout": ("DenseLayout", "dense"),
     "repaired_layout": ("exact_spans", "later_tokens_seen", "repair_positions", "repaired"),

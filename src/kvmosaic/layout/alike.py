@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Literal
+
+from kvmosaic.prompt import Prompt
+from kvmosaic.prompt.companions import NUM_COMPANIONS
 
 TokenIds = Sequence[int]
 Companion = tuple[int, ...]
+Likeness = Literal["", "apart", "met"]
+"""Of documents: they differ; some are alike, and none has met another; or they have, as companions of their kind."""
 
 MIXED_UP = "documents are alike, and may be mixed up"
 IN_FULL = "documents are alike, so they are read in full; companions of their kind, or a repair, let them be reused"
@@ -36,6 +43,22 @@ def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Compani
         form = _Form(companion)
         if any(form.is_like(other) for other in known):
             yield companion
+
+
+def likeness_of(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Likeness:
+    """Whether documents are alike, and have met others of their kind."""
+    pair = alike_pair(documents)
+    if pair is None:
+        return ""
+    return "met" if any(alike_companions([documents[pair[0]]], companions)) else "apart"
+
+
+def with_kin(prompt: Prompt) -> Prompt:
+    """A prompt with the few of its companions that are like its documents, or with the first few."""
+    if len(prompt.companions) <= 1 or not prompt.chunks:
+        return prompt
+    kin = alike_companions([chunk.token_ids or () for chunk in prompt.chunks], prompt.companions)
+    return replace(prompt, companions=tuple(islice(kin, NUM_COMPANIONS)) or prompt.companions[:NUM_COMPANIONS])
 
 
 def _near(documents: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:

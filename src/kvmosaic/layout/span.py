@@ -10,6 +10,8 @@ from kvmosaic.prompt import Segment, SegmentKind
 
 ChunkContext = Literal["system", "companions", "none"]
 """What chunks see when they are computed: the system text, the system text and companions, or nothing."""
+CHUNK_CONTEXT_KEY = "kvmosaic_chunk_context"
+"""In a model's config.json: "system", where its documents are not to meet companions by default."""
 
 
 def context_with(companions: object | None, chunk_context: ChunkContext | None) -> ChunkContext | None:
@@ -99,6 +101,11 @@ class Span:
         return self.segment.num_tokens
 
     @property
+    def num_in_prompt(self) -> int:
+        """Its tokens in the prompt, which has none of a companion."""
+        return 0 if self.is_companion else self.num_tokens
+
+    @property
     def end(self) -> int:
         """One past the position of the last token, as computed."""
         return max(self.positions) + 1 if self.positions else self.start + self.num_tokens
@@ -161,6 +168,11 @@ class Layout:
     def chunk_token_ids(self) -> list[tuple[int, ...]]:
         """The tokens of each chunk, in prompt order."""
         return [span.token_ids for span in self.spans if span.is_chunk]
+
+    @property
+    def companions(self) -> list[tuple[int, ...]]:
+        """The tokens of each companion."""
+        return [span.token_ids for span in self.spans if span.is_companion]
 
     @property
     def repair(self) -> int | None:

@@ -310,10 +310,12 @@ class Prompt:
         """
         system = [segment for segment in self.segments if segment.kind is SegmentKind.SYSTEM]
         question = Segment(SegmentKind.QUESTION, (0,))
-        places = range(min(len(self.companions), NUM_COMPANIONS) + 1) if with_places else range(1)
-        return [
-            replace(self, segments=(*system, chunk, question), place=place) for chunk in self.chunks for place in places
-        ]
+        alone = (replace(self, segments=(*system, chunk, question)) for chunk in self.chunks)
+        return [each for one in alone for each in (one.at_places() if with_places else [one])]
+
+    def at_places(self) -> list[Prompt]:
+        """This prompt after each number of documents that changes what its own saw."""
+        return [replace(self, place=place) for place in range(min(len(self.companions), NUM_COMPANIONS) + 1)]
 
     @classmethod
     def from_tokens(

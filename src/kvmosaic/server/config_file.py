@@ -73,4 +73,4 @@ def read_config_file(path: Path, names: Iterable[str], variables: Mapping[str, s
 def nearest(name: str, names: Iterable[str]) -> str:
     """Returns a hint for a mistyped name: "; did you mean …?", or how to list all names."""
     found = get_close_matches(name, list(names), n=1)
-    return f"; did you mean {found[0]!r}?" if found else "; see kvmosaic serve --help"
+    return f"; did you mean {found[0]!r}?" if found else "; see kvmosaic serve --help-all"

@@ -266,8 +266,9 @@ class _Launch:
             self._say(f"weights    {llm.model.weights_note}")
         self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
         if llm.has_chunk_cache:
-            origin = f"by the profile of {llm.profile.date}" if llm.profile is not None else _UNMEASURED
-            self._say(f"repair     {config.repair}, {origin}")
+            date = llm.profile and llm.profile.date
+            origin = f"by the profile of {date}" if date else "not tuned for this model (kvmosaic tune)"
+            self._say(f"repair     {config.repair_after(config.context_in())}, {origin}")
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
@@ -293,9 +294,6 @@ async def _warmed(services: Services) -> None:
         await warm_stored(services)
     except Exception:  # the server goes on without them
         logger.exception("stored documents are not computed at the start")
-
-
-_UNMEASURED = "not measured on this model: answers may differ from full attention; kvmosaic tune measures and sets it"
 
 
 def _room(llm: LLM, documents: DocumentStore) -> str:

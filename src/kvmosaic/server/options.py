@@ -21,12 +21,14 @@ _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple:
 
 
 def serve_app(
-    launch: Callable[[ServerSettings, Callable[[], ServerSettings]], None], command: type[TyperCommand] = TyperCommand
+    launch: Callable[[ServerSettings, Callable[[], ServerSettings]], None],
+    command: type[TyperCommand] = TyperCommand,
+    show_all: Callable[[typer.Context, bool], None] | None = None,
 ) -> typer.Typer:
     """Returns a command that reads the settings and passes them to `launch`, with a function that reads them again.
 
     Values are passed on as they were typed: the settings check them all, in one place, with one kind of message.
-    `command` is the class of the command.
+    `command` is the class of the command, `show_all` what --help-all calls.
     """
 
     def serve(**given: Any) -> None:
@@ -42,6 +44,11 @@ def serve_app(
 
     fields = ServerSettings.model_fields.items()
     parameters = [_parameter(name, field) for name, field in fields if not is_variable_only(field)]
+    if show_all is not None:
+        about = typer.Option("--help-all", is_eager=True, callback=show_all, help="Show every option and exit.")
+        parameters.append(
+            Parameter("help_all", Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool | None, about])
+        )
     serve.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(

@@ -70,7 +70,9 @@ def borders(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
     system = [segment.num_tokens for segment in prompt.segments if segment.kind == "system"]
     names = [chunk.name for chunk in prompt.chunks]
     said: dict[str, Any] = {"system": sum(system), "chunks": [chunk.num_tokens for chunk in prompt.chunks]}
-    said["position_strategy"] = "sequential"
+    said["position_strategy"], said["chunk_context"] = "sequential", "companions"
+    if names[1:]:
+        said["companions"] = list(map(list, prompt.companions))
     if any(names):
         said["ids"] = names
     if prompt.has_texts:  # one text, before the first document
@@ -270,6 +272,29 @@ def test_the_choices_of_a_request_are_those_of_the_contract() -> None:
         assert said["repair"] == number and said["position_strategy"] == "sequential" and "chunk_context" not in said
 
 
+def test_names_of_documents_that_are_alike_are_repaired_where_they_have_met_others_of_their_kind() -> None:
+    front = renderer(CHATML)
+    invoice = "Invoice {}: customer {}, the whole amount was paid by card on the day after it was due. Contact: Ms. {}."
+    records = [invoice.format(20881, "Halden", "Roth"), invoice.format(20882, "Harden", "Blake")]
+    ask: dict[str, Any] = {"messages": MESSAGES, "documents": records}
+    kin = {"companions": [invoice.format(20717, "Walton", "Vega")]}
+    for fields in ({}, {**kin, "repair": "none"}, {"companions": ["The mill was built of red bricks, and is closed."]}):
+        found = rewrite(front, "chat", **ask, **fields)
+        assert found is not None and not isinstance(found["kv_transfer_params"]["kvmosaic"].get("repair"), list)
+    for fields in (kin, {"repair": "names"}):
+        found = rewrite(front, "chat", **ask, **fields)
+        assert found is not None
+        params = found["kv_transfer_params"]
+        said = params["kvmosaic"]
+        composition = Composition.from_params(params, len(params["prompt_token_ids"]))
+        assert composition is not None and composition.repair == tuple(map(tuple, said["repair"]))
+        chunk = composition.layout(params["prompt_token_ids"]).chunk_token_ids[1]
+        bounds = said["repair"][1]
+        runs = [chunk[start:stop] for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
+        words = [front.model.tokenizer.decode(run).strip(" .:,") for run in runs]
+        assert [word for word in words if word in ("20882", "Harden", "Blake")] == ["20882", "Harden", "Blake"]
+
+
 def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> None:
     ask = {"messages": MESSAGES, "documents": DOCUMENTS}
     short, long = (rewrite(renderer(CHATML), "chat", **{**ask, "position_strategy": name}) for name in ("auto", None))
@@ -290,7 +315,7 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
     [
         ({"position_strategy": "absolute"}, "'sequential' or 'shared'"),
         ({"position_strategy": 3}, "'sequential' or 'shared'"),
-        ({"chunk_context": ["system"]}, "'system' or 'none'"),
+        ({"chunk_context": ["system"]}, "'system', 'companions' or 'none'"),
         ({"repair": "last(3)"}, r"first\(16\)"),
         ({"repair": 16}, "none"),
         ({"repair": {"first": 5000}}, "4096"),

@@ -45,6 +45,41 @@ def test_without_context_too(vllm_engine, own_engine, name, strategy):
     assert difference(theirs, own_answer(own_engine(name, chunk_context="none"), ask)) < CLOSE
 
 
+KIN = tuple(map(tuple, documents(77, 23, 40)))
+"""Companions of two documents after the first."""
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "shared"])
+def test_documents_that_met_companions_too(vllm_engine, own_engine, name, strategy):
+    engine, seen = vllm_engine(name), {"position_strategy": strategy, "chunk_context": "companions", "companions": KIN}
+    engine.call("reset_prefix_cache")
+    engine.ask(compose(SYSTEM, [C, A, B], QUESTION, **seen))
+    for chunks, new in (([A, A, B], [0]), ([A, A, B, B], []), ([C, B, B], [1])):  # the third place is that of all later
+        ask = compose(SYSTEM, chunks, QUESTION, **seen)
+        theirs = engine.ask(ask)
+        assert theirs.is_composed and "computed after companions" in theirs.report["composition"], theirs.report
+        assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+        assert [segment["kind"] for segment in theirs.report["segments"]] == [
+            "system",
+            *["chunk"] * len(chunks),
+            "question",
+        ]
+        actions = [segment["action"] for segment in theirs.report["documents"]]
+        assert [index for index, action in enumerate(actions) if action == "computed"] == new
+    ask = compose(SYSTEM, [A, B, C], QUESTION, **{**seen, "companions": KIN[::-1]})
+    assert difference(engine.ask(ask), own_answer(own_engine(name), ask)) < CLOSE, "others' copies are not theirs"
+
+
+def test_companions_without_room_are_left_out(vllm_engine):
+    engine = vllm_engine("llama")
+    seen = {"chunk_context": "companions", "companions": ((9,) * 2000,)}
+    theirs = engine.ask(compose(SYSTEM, [A, B], QUESTION, **seen))
+    assert theirs.is_composed and "companions" not in theirs.report["composition"], theirs.report
+    assert difference(theirs, engine.ask(compose(SYSTEM, [A, B], QUESTION))) < CLOSE
+    wrong = compose(SYSTEM, [A, B], QUESTION, chunk_context="companions", companions=((10**6,),))
+    assert "token 0 of the companion is 1000000" in engine.ask(wrong).report["bypass"]
+
+
 def test_a_hit_says_what_a_miss_said(vllm_engine, name):
     engine = vllm_engine(name)
     system, *chunks, question = documents(8, 40, 70, 33, 64, 17)

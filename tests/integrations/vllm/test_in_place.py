@@ -52,9 +52,14 @@ def test_log_probabilities_are_those_of_our_engine(reading, own_engine, name, st
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
 @pytest.mark.parametrize("repair", [0, 5, 70])
 @pytest.mark.parametrize("texts", [(), ([9] * 11, [], [7] * 3, [])], ids=["", "texts"])
-@pytest.mark.parametrize("context", ["system", "none"])
+@pytest.mark.parametrize("context", ["system", "companions", "none"])
 def test_numbers_are_those_of_copies(reading, vllm_engine, strategy, repair, texts, context):
-    how = {"position_strategy": strategy, "chunk_context": context, "repair": repair}
+    how = {
+        "position_strategy": strategy,
+        "chunk_context": context,
+        "repair": repair,
+        "companions": (tuple(LIBRARY[0]),),
+    }
     ask = compose(SYSTEM, [C, A, B, A], QUESTION, texts, **how)
     engine = reading()
     engine.call(reads)

@@ -22,6 +22,30 @@ def test_repaired_documents_are_those_of_our_engine(vllm_engine, own_engine, str
     assert difference(theirs, own_answer(own_engine("llama", chunk_context=context), ask)) < CLOSE
 
 
+RUNS = ((), (0, 1, 5, 9, 60, 64), (3, 4, 31, 33), (39, 40))
+"""Of chunks of 83, 64, 131 and 40 tokens."""
+
+
+@pytest.mark.parametrize("reads", ["copy", "in-place"])
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
+def test_repaired_runs_inside_documents_are_those_of_our_engine(vllm_engine, own_engine, name, reads):
+    from support.vllm.models import ENGINE_OPTIONS
+
+    environment = ENGINE_OPTIONS.get(name, {}).get("environment", {}) | {"KVMOSAIC_DOCUMENT_READS": reads}
+    engine = vllm_engine(name, environment=environment)
+    how = {"chunk_context": "companions", "companions": (tuple(QUESTION),), "repair": RUNS}
+    for chunks in (LIBRARY, LIBRARY, [LIBRARY[3], *LIBRARY[1:3], LIBRARY[3]]):
+        ask = compose(SYSTEM, chunks, QUESTION, **how)
+        theirs = engine.ask(ask)
+        assert theirs.is_composed and "repaired tokens of each" in theirs.report["composition"], theirs.report
+        notes = [each["note"] for each in theirs.report["documents"][1:3]]
+        again = [f"{number} of its tokens computed again" for number in (9, 3)]
+        assert notes in (again, ["composed here before"] * 2)
+        assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
+    ask = replace(ask, composition=replace(ask.composition, repair=(*RUNS[:2], (3, 4), RUNS[3])))
+    assert difference(engine.ask(ask), own_answer(own_engine(name), ask)) < CLOSE, "blocks of another repair are others"
+
+
 @pytest.mark.parametrize("name", ["qwen3", "deepseek"])
 def test_other_models_too(vllm_engine, own_engine, name):
     ask = compose(SYSTEM, LIBRARY, QUESTION, position_strategy="shared", repair=9)

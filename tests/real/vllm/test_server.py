@@ -41,9 +41,7 @@ def own(model_folder: Path, servers: Any) -> Callable[..., str]:
     model = load_model(model_folder, dtype="float32", device="cpu")
 
     def answer(repair: str, question: str, documents: Sequence[str]) -> str:
-        config = ChunkCacheConfig(
-            chunk_cache_size="64MiB", position_strategy="sequential", chunk_context="system", repair=repair
-        )
+        config = ChunkCacheConfig(chunk_cache_size="64MiB", position_strategy="sequential", repair=repair)
         engine = EngineConfig(request_cache_size="64MiB")
         with LLM(model, chunk_cache_config=config, engine_config=engine, self_check=False) as llm:
             params = SamplingParams(temperature=0, max_tokens=COUNT)

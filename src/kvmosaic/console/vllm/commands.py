@@ -36,8 +36,9 @@ class DocumentOptions:
         str | None, typer.Option(metavar="NAME", help="Of requests that say nothing of it: auto, sequential or shared.")
     ] = None
     chunk_context: Annotated[
-        str | None, typer.Option(metavar="NAME", help="system, or none: what documents saw when they were computed.")
+        str | None, typer.Option(metavar="NAME", help="companions, system or none: what documents saw when computed.")
     ] = None
+    companions: Annotated[str | None, option("companions")] = None
     preamble: Annotated[str | None, option("preamble")] = None
     find_documents: Annotated[str | None, option("find_documents")] = None
     document_pattern: Annotated[str | None, option("document_pattern")] = None
@@ -45,7 +46,8 @@ class DocumentOptions:
         str | None,
         typer.Option(
             metavar="REPAIR",
-            help="none, or first(16): so many tokens of each document are computed again. Default: first(8).",
+            help="none, names, or first(16): so many tokens of each document are computed again. Default: none where "
+            "they have met companions, else first(8).",
         ),
     ] = None
     long_chunks: Annotated[str | None, option("long_chunks")] = None

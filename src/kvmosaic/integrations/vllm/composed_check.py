@@ -13,7 +13,7 @@ from torch import Tensor
 from kvmosaic.container import available_memory
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELD, Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import repaired_runs
 from kvmosaic.layout import Layout, Span, repaired
 from kvmosaic.prompt import Segment, SegmentKind
 
@@ -89,7 +89,13 @@ class ComposedCheck:
         parts = self._texts[0]
         system, first, second = len(parts.system), len(parts.first), len(parts.second)
         both = Composition(system=system, chunks=(second, first))
-        kinds = {"two documents, one moved": both}
+        companions = tuple(parts.system), tuple(parts.question)
+        kinds = {
+            "two documents, one moved": both,
+            "two documents, the later one computed after a companion": replace(
+                both, chunk_context="companions", companions=companions
+            ),
+        }
         if can_shift:
             kinds["two documents at shared positions"] = replace(both, position_strategy="shared")
         if can_repair:
@@ -112,7 +118,7 @@ class ComposedCheck:
             if allowed is not None:
                 answered = [*prompt, *output.outputs[0].token_ids[:-1]]
                 layout = composition.layout(answered)
-                chosen = {index: range(number) for index, number in num_repaired(layout, composition.repair).items()}
+                chosen = {index: runs[0] for index, runs in repaired_runs(layout, composition.repair).items()}
                 found.append(self._distance(repaired(layout, chosen), output))
                 ordinary.append(self._distance(_ordinary(answered), output))
         if allowed is None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
-from kvmosaic.layout import Layout, arrange
-from kvmosaic.layout.strategies import AUTO, strategy_names
+from kvmosaic.layout import ChunkContext, Layout, arrange, likeness_of, with_kin
+from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
+from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.repair import FirstTokens, NoRepair, repair_policy
+from kvmosaic.prompt.companions import NUM_COMPANIONS
+from kvmosaic.prompt.settings import check_token_ids
+from kvmosaic.repair import FirstTokens, NameFinder, Names, NoRepair, repair_policy
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 """Fields of a body that say how its documents are composed."""
@@ -25,15 +29,14 @@ DEFAULT_PRIORITY = 0.5
 MAX_CHUNKS = 4096
 MAX_TOKENS = 2**27
 MAX_REPAIR_TOKENS = 4096
+MAX_REPAIRED_RUNS = 4096
+MAX_COMPANION_TOKENS = 2**17
 MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 MAX_CHANGE = 1 << 63
 _LISTS = ("ids", "texts", "continues", "labels", "pins", "changes", "priorities")
 """Fields of a composition that are empty, or have an entry for each chunk."""
-
-Saw = Literal["system", "none"]
-"""What chunks saw: the values of `kvmosaic.layout.ChunkContext` that vLLM supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class Composition:
         token ids   s s s s s s | t t | a a a a | b b b b b b | q q q
                     system = 6     texts = (2, 0), chunks = (4, 6)    the rest: the question
 
-    A chunk saw the system text and itself, never texts or other chunks. Texts and the question see everything before
-    them: the changing rest of a system text, or what is between documents.
+    A chunk saw the system text, maybe companions, and itself, never texts or other chunks. Texts and the question see
+    everything before them: the changing rest of a system text, or what is between documents.
     """
 
     system: int
@@ -52,9 +55,10 @@ class Composition:
     chunks: tuple[int, ...]
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: str = "sequential"
-    chunk_context: Saw = "system"
-    repair: int = 0
-    """Tokens at the start of each chunk that are recomputed with everything before them visible; 0: none."""
+    chunk_context: ChunkContext = "system"
+    repair: int | tuple[tuple[int, ...], ...] = 0
+    """Tokens of each chunk that are recomputed with everything before them visible: so many at its start; or for each
+    chunk the runs of them, as start, stop, start, stop, …"""
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
@@ -73,6 +77,11 @@ class Composition:
     0 for others; empty: not known."""
     priorities: tuple[float | None, ...] = ()
     """Eviction priority of each chunk, 0 to 1; None: not said; empty: none is."""
+    companions: tuple[tuple[int, ...], ...] = ()
+    """Token ids of texts that chunks saw with the context "companions", and that are not in the prompt: those of
+    document k the first k, or all."""
+    place: int = 0
+    """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.chunks) <= MAX_CHUNKS:
@@ -81,12 +90,18 @@ class Composition:
             ("system", 0, (self.system,)),
             ("a chunk", 1, self.chunks),
             ("a text", 0, self.texts),
+            ("a companion", 1, tuple(map(len, self.companions))),
         ):
             for wrong in (length for length in lengths if not shortest <= length <= MAX_TOKENS):
                 raise InvalidConfig(f"{name} of {wrong} tokens; give a number from {shortest} to {MAX_TOKENS}")
         check_choice("position_strategy", self.position_strategy, choices(auto=False))
-        check_choice("chunk_context", self.chunk_context, get_args(Saw))
-        if not 0 <= self.repair <= MAX_REPAIR_TOKENS:
+        check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
+        for name, number in (("companions", len(self.companions)), ("place", self.place)):
+            if not 0 <= number <= NUM_COMPANIONS:
+                raise InvalidConfig(f"{name}: {number}; documents see at most {NUM_COMPANIONS} companions")
+        if not isinstance(self.repair, int):
+            _check_runs(self.repair, self.chunks)
+        elif not 0 <= self.repair <= MAX_REPAIR_TOKENS:
             raise InvalidConfig(f"repair is {self.repair} tokens of each chunk; give 0 to {MAX_REPAIR_TOKENS}")
         if any(part not in (0, 1) for part in self.continues) or any(self.continues[:1]):
             raise InvalidConfig("continues holds 0 or 1 for each chunk, and 0 for the first, which has none before it")
@@ -125,10 +140,17 @@ class Composition:
             tokens = tuple(token_ids[start : start + chunk])
             # computed right after the system text, as a section is, and moved
             own = Segment(SegmentKind.CHUNK, tokens, name=name, document_offset=offset, is_section=bool(is_later))
+            own = replace(own, part=(2, 2)) if is_later else own
             segments.append(own)
             start, offset = start + chunk, offset + chunk
         segments.append(Segment(SegmentKind.QUESTION, tuple(token_ids[start:])))
-        return arrange(Prompt(tuple(segments)), self.position_strategy, self.chunk_context)
+        prompt = Prompt(tuple(segments), companions=self.companions, place=self.place)
+        return arrange(prompt, self.position_strategy, self.chunk_context)
+
+    def without_companions(self, default_repair: int) -> Composition:
+        """The same for chunks that saw the system text only."""
+        repair = default_repair if self.leaves_repair_open else self.repair
+        return replace(self, chunk_context="system", repair=repair, companions=(), place=0)
 
     def to_params(self) -> dict[str, Any]:
         """Encodes it as `kv_transfer_params` of a request."""
@@ -137,7 +159,7 @@ class Composition:
         if self.chunk_context != "system":
             params["chunk_context"] = self.chunk_context
         if not self.leaves_repair_open:
-            params["repair"] = self.repair
+            params["repair"] = self.repair if isinstance(self.repair, int) else list(map(list, self.repair))
         if self.ids:
             params["ids"] = list(self.ids)
         if any(self.texts):
@@ -147,6 +169,10 @@ class Composition:
                 params[name] = list(getattr(self, name))
         if any(priority is not None for priority in self.priorities):
             params["priorities"] = list(self.priorities)
+        if self.companions:
+            params["companions"] = list(map(list, self.companions))
+        if self.place:
+            params["place"] = self.place
         return {FIELD: params}
 
     @classmethod
@@ -156,6 +182,7 @@ class Composition:
         num_tokens: int,
         *,
         trained_positions: int | None = None,
+        vocab_size: int = 2**31,
         default_repair: int = 0,
     ) -> Composition | None:
         """Reads the composition of a request of `num_tokens` tokens; None if it has no segments.
@@ -164,7 +191,8 @@ class Composition:
             params: the request's `kv_transfer_params`.
             num_tokens: length of the whole prompt.
             trained_positions: max trained position of the model, for requests that leave the strategy to the engine.
-            default_repair: for requests without a repair setting.
+            vocab_size: of the model; its token ids are below.
+            default_repair: for requests without a repair setting, whose documents saw no companions.
 
         Raises:
             InvalidConfig: an unknown field, a wrong type, a number out of range, or no token left for the question.
@@ -174,18 +202,22 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", *FIELDS, *_LISTS}
+        known = {"system", "chunks", "companions", "place", *FIELDS, *_LISTS}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
         check_choice("position_strategy", strategy, choices())
-        repair = fields.get("repair")
+        repair, context = fields.get("repair"), fields.get("chunk_context", "system")
+        listed = _listed("companions", fields.get("companions", ()), NUM_COMPANIONS)
+        companions = tuple(tuple(_listed("companions", each, MAX_COMPANION_TOKENS)) for each in listed)
+        for companion in companions:
+            check_token_ids(companion, vocab_size, "companion")
         composition = cls(
             system=_number("system", fields.get("system", 0)),
             chunks=tuple(_number("chunks", value) for value in _listed("chunks", fields.get("chunks"))),
             position_strategy=choose_strategy(strategy, num_tokens, trained_positions),
-            chunk_context=fields.get("chunk_context", "system"),
-            repair=default_repair if repair is None else _number("repair", repair),
+            chunk_context=context,
+            repair=default_repair * (context != "companions") if repair is None else _read_runs(repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
             leaves_repair_open=repair is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
@@ -196,6 +228,8 @@ class Composition:
             pins=tuple(_number("pins", each) for each in _listed("pins", fields.get("pins", ()))),
             changes=tuple(_number("changes", each) for each in _listed("changes", fields.get("changes", ()))),
             priorities=tuple(_listed("priorities", fields.get("priorities", ()))),
+            companions=companions,
+            place=_number("place", fields.get("place", 0)),
         )
         if composition.end >= num_tokens:
             raise InvalidConfig(
@@ -210,14 +244,16 @@ class How:
     """Composition options of one request, or a server's defaults for options that a request omits."""
 
     position_strategy: str = "auto"
-    chunk_context: Saw = "system"
-    repair: int | None = None
-    """Tokens at the start of each document that are recomputed with everything before them visible; None: the engine's
-    default repair, where it can."""
+    chunk_context: ChunkContext | None = None
+    """None: as the model's configuration says, or companions where documents are one after the other."""
+    repair: int | Literal["names"] | None = None
+    """Tokens of each document that are recomputed with everything before them visible: so many at its start, or words
+    with a digit or a capital letter; None: the default."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
-        check_choice("chunk_context", self.chunk_context, get_args(Saw))
+        if self.chunk_context is not None:
+            check_choice("chunk_context", self.chunk_context, get_args(ChunkContext))
 
     def updated(self, fields: Mapping[str, Any]) -> How:
         """A copy with the fields that are present and not None.
@@ -231,8 +267,8 @@ class How:
         return replace(self, **given)
 
 
-def read_repair(value: object) -> int:
-    """Parses "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
+def read_repair(value: object) -> int | Literal["names"]:
+    """Parses "names"; and "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.
@@ -242,11 +278,13 @@ def read_repair(value: object) -> int:
         policy = repair_policy(said)  # type: ignore[arg-type]
         if isinstance(policy, NoRepair):
             return 0
+        if isinstance(policy, Names):
+            return "names"
         if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
             return policy.tokens
     raise InvalidConfig(
-        f'repair is {value!r:.80}; write "none", or "first(16)" for the first 16 tokens of each document, at most '
-        f"{MAX_REPAIR_TOKENS}"
+        f'repair is {value!r:.80}; write "none", "names", or "first(16)" for the first 16 tokens of each document, at '
+        f"most {MAX_REPAIR_TOKENS}"
     )
 
 
@@ -259,8 +297,33 @@ class EncodedRequest:
     """None: an ordinary prompt."""
 
 
-def composed(prompt: Prompt, how: How, trained_positions: int | None) -> EncodedRequest:
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What decides how a model's documents are placed."""
+
+    trained_positions: int | None = None
+    """Max trained position; None: unknown, or no limit."""
+    chunk_context: ChunkContext = "companions"
+    """What documents one after the other saw, where nothing is set."""
+
+    @classmethod
+    def of(cls, model_config: Any) -> ModelFacts:
+        """The facts in the configuration of a vLLM model."""
+        said = getattr(getattr(model_config, "hf_config", None), CHUNK_CONTEXT_KEY, None)
+        return cls(trained_positions(model_config), "system" if said == "system" else "companions")
+
+    def placing(self, how: How, num_tokens: int) -> tuple[str, ChunkContext]:
+        """Strategy and context of a prompt of so many tokens."""
+        strategy = choose_strategy(how.position_strategy, num_tokens, self.trained_positions)
+        usual: ChunkContext = "system" if strategy_named(strategy).overlaps else self.chunk_context
+        return strategy, how.chunk_context or usual
+
+
+def composed(prompt: Prompt, how: How, model: ModelFacts, finder: NameFinder | None = None) -> EncodedRequest:
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
+
+    Where no repair is set, documents that are alike and have met companions of their kind are reused, and the names
+    that `finder` finds in them are repaired.
 
     Raises:
         InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
@@ -278,17 +341,23 @@ def composed(prompt: Prompt, how: How, trained_positions: int | None) -> Encoded
     names = tuple(chunk.name for chunk in chunks)
     continues = tuple(int(chunk.document_offset > 0) for chunk in chunks)
     priorities = tuple(chunk.priority for chunk in chunks)
+    strategy, context = model.placing(how, len(token_ids))
+    num_before = prompt.place + sum(not chunk.continues for chunk in chunks[1:])
+    companions = with_kin(prompt).companions[:num_before] if context == "companions" else ()
+    repair = _repair_of([chunk.token_ids or () for chunk in chunks], companions, how.repair, finder)
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
-        position_strategy=choose_strategy(how.position_strategy, len(token_ids), trained_positions),
-        chunk_context=how.chunk_context,
-        repair=how.repair or 0,
+        position_strategy=strategy,
+        chunk_context=context,
+        repair=0 if repair is None else repair,
         ids=names if any(names) else (),
-        leaves_repair_open=how.repair is None,
+        leaves_repair_open=repair is None,
         texts=_texts(prompt),
         continues=continues if any(continues) else (),
         priorities=priorities if any(priority is not None for priority in priorities) else (),
+        companions=companions,
+        place=prompt.place,
     )
     return EncodedRequest(token_ids, composition)
 
@@ -307,17 +376,56 @@ def _texts(prompt: Prompt) -> tuple[int, ...]:
     return tuple(lengths) if any(lengths) else ()
 
 
+def _repair_of(
+    documents: Sequence[Sequence[int]],
+    companions: Sequence[tuple[int, ...]],
+    said: int | Literal["names"] | None,
+    finder: NameFinder | None,
+) -> int | tuple[tuple[int, ...], ...] | None:
+    """The repaired tokens of these documents; None: the engine decides."""
+    if isinstance(said, int) or (said is None and (finder is None or not companions)):
+        return said
+    if finder is None:
+        raise InvalidConfig("repair is 'names', and this model has no tokenizer to find them by; choose 'first(16)'")
+    if not said and likeness_of(documents, companions) != "met":
+        return None
+    runs = tuple(_runs_of(finder(each)) for each in documents)
+    return None if not said and sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS else runs
+
+
+def _runs_of(chosen: Sequence[bool]) -> tuple[int, ...]:
+    """Start and stop of each run of chosen tokens."""
+    return tuple(index for index, (one, other) in enumerate(pairwise((False, *chosen, False))) if one != other)
+
+
+def _read_runs(value: Any) -> int | tuple[tuple[int, ...], ...]:
+    if isinstance(value, list | tuple):
+        return tuple(tuple(_number("repair", each) for each in _listed("repair", runs)) for runs in value[:MAX_CHUNKS])
+    return _number("repair", value)
+
+
+def _check_runs(runs: Sequence[Sequence[int]], chunks: Sequence[int]) -> None:
+    """Raises InvalidConfig unless there are runs for each chunk, one after the other, inside it, and not too many."""
+    if len(runs) != len(chunks):
+        raise InvalidConfig(f"repair has runs of {len(runs)} chunks, and there are {len(chunks)}; give some for each")
+    for bounds, length in zip(runs, chunks, strict=True):
+        if len(bounds) % 2 or any(one >= other for one, other in pairwise((-1, *bounds, length + 1))):
+            raise InvalidConfig(f"repair has the runs {list(bounds)!r:.80} of {length} tokens; give ascending bounds")
+    if sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS:
+        raise InvalidConfig(f"repair has {sum(map(len, runs)) // 2} runs of tokens; at most {MAX_REPAIRED_RUNS}")
+
+
 def _number(name: str, value: Any) -> int:
     if type(value) is not int:
         raise InvalidConfig(f"{FIELD}.{name} holds {value!r:.80}; give whole numbers")
     return value
 
 
-def _listed(name: str, value: Any) -> Sequence[Any]:
+def _listed(name: str, value: Any, most: int = MAX_CHUNKS) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise InvalidConfig(f"{FIELD}.{name} is {value!r:.80}; give a list")
-    if len(value) > MAX_CHUNKS:
-        raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {MAX_CHUNKS}")
+    if len(value) > most:
+        raise InvalidConfig(f"{FIELD}.{name} has {len(value)} entries; at most {most}")
     return value
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
-from kvmosaic.integrations.vllm.contract import FIELD, How, choose_strategy, composed, trained_positions
+from kvmosaic.integrations.vllm.contract import FIELD, How, ModelFacts, composed
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
-from kvmosaic.layout import ChunkContext, Layout, arrange
+from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
 from kvmosaic.prompt import Prompt, check_length
+from kvmosaic.repair import NameFinder
 from kvmosaic.sampling import (
     CallGrammar,
     CompletionOutput,
@@ -79,14 +80,14 @@ class VLLMEngine(InferenceEngine):
     """
 
     def __init__(
-        self, llm: Any, *, position_strategy: str = "auto", chunk_context: str = "system", repair: Any = None
+        self, llm: Any, *, position_strategy: str = "auto", chunk_context: str | None = None, repair: Any = None
     ) -> None:
         """Wraps an engine.
 
         Args:
             llm: a `vllm.LLM`.
             position_strategy: of requests that set none: "auto", "sequential" or "shared".
-            chunk_context: of requests that set none: "system" or "none".
+            chunk_context: of requests that set none: "system", "companions" or "none"; None: as in our own engine.
             repair: of requests that set none: "none" or "first(16)"; None: the plugin's default, where it can.
 
         Raises:
@@ -97,7 +98,7 @@ class VLLMEngine(InferenceEngine):
             {"position_strategy": position_strategy, "chunk_context": chunk_context, "repair": repair}
         )
         config = self._engine.model_config
-        self._trained_positions = trained_positions(config)
+        self._facts = ModelFacts.of(config)
         missing = {
             Capability.ROLLING_WINDOW: "vLLM keeps every token of an answer",
         }
@@ -105,6 +106,7 @@ class VLLMEngine(InferenceEngine):
             missing[Capability.STRUCTURED_OUTPUT] = "this model has no tokenizer"
         self._capabilities = EngineCapabilities("vllm", config.get_vocab_size(), config.max_model_len, missing)
         self._has_tokenizer = not config.skip_tokenizer_init
+        self._names_in = NameFinder(llm.get_tokenizer()) if self._has_tokenizer else None
         self._requests: dict[str, VLLMRequest] = {}
         self._names = (f"kvmosaic-{number}" for number in count())
         self._is_closed = False
@@ -201,8 +203,8 @@ class VLLMEngine(InferenceEngine):
         return self._how.updated(wishes)
 
     def _arrange(self, prompt: Prompt, how: How) -> Layout:
-        strategy = choose_strategy(how.position_strategy, prompt.num_tokens, self._trained_positions)
-        layout = arrange(prompt, strategy, how.chunk_context)
+        strategy, context = self._facts.placing(how, prompt.num_tokens)
+        layout = arrange(with_kin(prompt), strategy, context)
         if self._capabilities.max_positions is not None:
             check_length(layout, self._capabilities.max_positions, 1)
         return layout
@@ -222,7 +224,7 @@ class VLLMEngine(InferenceEngine):
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         self._arrange(prompt, how)
-        ready = composed(prompt, how, self._trained_positions)
+        ready = composed(prompt, how, self._facts, self._names_in)
         request = VLLMRequest(request_id or next(self._names), prompt, is_warm_up=is_warm_up)
         self._engine.add_request(
             request.request_id,

@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import FIELD
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import num_repaired
-from kvmosaic.layout import MIXED_UP, Layout, Span, alike_pair, composition_of
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import Repair, has_seen_chunks, repaired_runs
+from kvmosaic.layout import MIXED_UP, Layout, Span, composition_of, likeness_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -62,8 +62,7 @@ class ComposedReport:
     """
 
     layout: Layout
-    repair: int = 0
-    """Recomputed tokens at the start of each chunk."""
+    repair: Repair = 0
     chunks: tuple[ChunkOutcome, ...] = ()
     """One per chunk; empty if the request was not composed."""
     prefix_tokens: int = 0
@@ -100,9 +99,9 @@ class ComposedReport:
         """Tokens of chunks that were recomputed in this prompt."""
         if not self.is_composed:
             return 0
-        ends = tuple(accumulate(span.num_tokens for span in self.layout.spans))
-        repaired = num_repaired(self.layout, self.repair)
-        return sum(number for index, number in repaired.items() if self.prefix_tokens < ends[index])
+        ends = tuple(accumulate(span.num_in_prompt for span in self.layout.spans))
+        repaired = repaired_runs(self.layout, self.repair)
+        return sum(sum(map(len, runs)) for index, runs in repaired.items() if self.prefix_tokens < ends[index])
 
     def to_json(self) -> dict[str, Any]:
         """The value of the answer's field `kvmosaic`: that of our own server, plus `totals` and `bypass`."""
@@ -146,15 +145,17 @@ class ComposedReport:
 
     def segments(self) -> tuple[SegmentReuse, ...]:
         """System text, texts, chunks and question, in prompt order; an empty system text is omitted."""
-        outcomes, repaired = iter(self.chunks), num_repaired(self.layout, self.repair)
+        outcomes, repaired = iter(self.chunks), repaired_runs(self.layout, self.repair)
         positions = self.layout.positions()
         rows, start = [], 0
         for index, span in enumerate(self.layout.spans):
+            if span.is_companion:
+                continue
             length = span.num_tokens
             of_prefix = min(max(self.prefix_tokens - start, 0), length)
             if span.is_chunk and self.is_composed:
                 distance = positions[index] - span.start
-                rows.append(_chunk(span, distance, of_prefix, next(outcomes), repaired.get(index, 0)))
+                rows.append(_chunk(span, distance, of_prefix, next(outcomes), repaired.get(index, ())))
             else:
                 reused = length if self._is_cached(index) else of_prefix
                 rows.append(_segment(str(span.segment.kind), length, reused, name=span.segment.name))
@@ -163,36 +164,38 @@ class ComposedReport:
 
     def _is_cached(self, index: int) -> bool:
         """Whether all of a system text, or of the text after it, was cached: a cached chunk saw the former."""
-        if not self.is_composed or index > 1:
+        if not self.is_composed or has_seen_chunks(self.layout, index):
             return False
         is_rest_cached = self.rest is not None and self.rest.source == "cached"
         span = self.layout.spans[index]
         if span.segment.kind != "system":
             return span.is_text and is_rest_cached
-        have_seen_it = self.chunks if self.layout.chunk_context == "system" else ()
+        have_seen_it = self.chunks if self.layout.chunk_context != "none" else ()
         return is_rest_cached or any(chunk.source == "cached" for chunk in have_seen_it)
 
     def _meaning(self) -> str:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        is_alike = not self.is_apart and alike_pair(self.layout.chunk_token_ids)
-        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if is_alike else "")
+        likeness = "" if self.is_apart else likeness_of(self.layout.chunk_token_ids, self.layout.companions)
+        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if likeness == "apart" else "")
         if self.repair:
-            meaning += f"; the first {self.repair} tokens of each document see everything before them"
+            what = f"the first {self.repair} tokens" if isinstance(self.repair, int) else "repaired tokens"
+            meaning += f"; {what} of each document see everything before them"
         return meaning
 
 
-def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, again: int) -> SegmentReuse:
-    """The row of a chunk, of which `again` tokens were recomputed at its start."""
-    length, name = span.num_tokens, span.segment.name
+def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, repaired: Sequence[range]) -> SegmentReuse:
+    """The row of a chunk, of which some tokens were recomputed."""
+    length, name, again = span.num_tokens, span.segment.name, sum(map(len, repaired))
+    which = f"its first {again} tokens" if repaired[:1] == (range(again),) else f"{again} of its tokens"
     if of_prefix == length:
         return _segment("chunk", length, length, name=name, distance=distance, note="composed here before")
     is_loaded = outcome.source == "cached" and outcome.tier != "device"
     notes = (
         _NOTES[outcome.source],
         f"loaded from {outcome.tier}" if is_loaded else "",
-        f"its first {again} tokens computed again" if again else "",
+        f"{which} computed again" if again else "",
     )
     return _segment(
         *("chunk", length, of_prefix if outcome.source == "computed" else max(of_prefix, length - again)),

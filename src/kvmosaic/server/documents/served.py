@@ -26,7 +26,7 @@ from kvmosaic.server.documents.cached import (
     pin_cached,
     set_cached_priority,
 )
-from kvmosaic.server.generation.prompts import PromptSources, companions_of, served_model
+from kvmosaic.server.generation.prompts import PromptSources, served_model
 from kvmosaic.server.services import Services
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.web.errors import ApiError, as_api_error, request_id_of
@@ -171,7 +171,7 @@ class ServerDocuments(ServedDocuments):
     def _prompts_of(self, document: Document, job: WarmJob) -> Sequence[Prompt]:
         """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
         llm, options = self._services.llm, job.options
-        companions = companions_of(llm, self.store, self.tenant, options.companions)
+        companions = self.store.companions(self.tenant, llm.chunk_cache_config.companions, options.companions)
         prompt = llm.encoder.beside(companions).encode_documents(
             [document],
             options.system,

@@ -15,7 +15,6 @@ from kvmosaic.errors import DocumentStoreUnavailable, InvalidMessages, InvalidPr
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
-from kvmosaic.prompt.companions import MAX_COMPANIONS, MAX_STORED_CHARACTERS, STORED
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
@@ -182,14 +181,8 @@ def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Doc
 
 
 def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Sequence[str] | None:
-    return companions_of(sources.llm, sources.documents, tenant.name, getattr(body, "companions", None))
-
-
-def companions_of(llm: LLM, documents: DocumentStore, tenant: str, named: Sequence[str] | None) -> Sequence[str] | None:
-    """The texts that a request names, or stored documents of the tenant; None: as the settings say."""
-    if named is not None or llm.chunk_cache_config.companions != STORED:
-        return named
-    return documents.first_texts(tenant, MAX_COMPANIONS, MAX_STORED_CHARACTERS) or None
+    setting = sources.llm.chunk_cache_config.companions
+    return sources.documents.companions(tenant.name, setting, getattr(body, "companions", None))
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:

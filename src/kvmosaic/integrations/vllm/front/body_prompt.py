@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvmosaic.api.documents import DocumentFields, document_texts
+from kvmosaic.api.documents import CompanionsField, DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
 from kvmosaic.documents import DocumentStore
@@ -17,12 +17,17 @@ from kvmosaic.integrations.vllm.contract import FIELD, Composition
 from kvmosaic.integrations.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
-from kvmosaic.prompt import Document, Prompt, read_messages
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
+from kvmosaic.repair import NameFinder
 
 Body = Mapping[str, Any]
+
+
+class _Fields(DocumentFields):
+    companions: CompanionsField = None
 
 
 class Renderer:
@@ -31,6 +36,7 @@ class Renderer:
     def __init__(self, model: ServedModel, settings: FrontSettings, store: DocumentStore) -> None:
         self.model = model
         self.encoder = model.encoder(settings)
+        self.names = NameFinder(model.tokenizer)
         self._settings = settings
         self._store = store
 
@@ -67,18 +73,19 @@ class Renderer:
             UnknownDocument: an id that is not stored.
         """
         fields, documents, finder = self._fields(body)
+        encoder = self._beside(fields.companions)
         given, separator = body.get("prompt"), self._settings.chunk_separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
             if not finder.searches or [*map(type, texts)] != [str]:
                 return None
             with suppress(KVMosaicError):  # which vLLM reports best
-                return _with_chunks(self.encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
+                return _with_chunks(encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
             return None
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise InvalidPrompt("documents go with one prompt of text; send a request for each prompt")
         prompt = separated_prompt(texts[0], separator, documents) if documents else texts[0]
-        return self.encoder.encode(prompt, preamble=fields.preamble)
+        return encoder.encode(prompt, preamble=fields.preamble)
 
     def warming(self, documents: Sequence[Document], options: WarmOptions) -> Prompt:
         """A prompt whose segments before the question equal those of later prompts with these documents.
@@ -87,10 +94,15 @@ class Renderer:
             InvalidMessages, InvalidDocument, InvalidPrompt: as for these prompts.
         """
         how: dict[str, Any] = {"preamble": options.preamble, "find_documents": options.find_documents}
+        encoder = self._beside(options.companions)
         if options.chat is False:
-            return self.encoder.encode_documents(documents, options.system, chat=False, **how)
+            return encoder.encode_documents(documents, options.system, chat=False, **how)
         variables = {**self.model.template_variables, **self.model.rendering()[1]}
-        return self.encoder.encode_documents(documents, options.system, **how, **variables)
+        return encoder.encode_documents(documents, options.system, **how, **variables)
+
+    def _beside(self, companions: Sequence[str] | None) -> PromptEncoder:
+        """The encoder with the companions of a request, or stored ones where the settings say so."""
+        return self.encoder.beside(self._store.companions(TENANT, self._settings.companions, companions))
 
     def with_stored_documents(self, composition: Composition) -> Composition:
         """See `pool_updates`; stored documents are recognized by their names."""
@@ -116,17 +128,17 @@ class Renderer:
             return None
         try:
             options = self._options(body, effort) | {"preamble": fields.preamble, "finder": finder}
-            return self._encoded(body, kept, own, options)
+            return self._encoded(body, kept, own, options, self._beside(fields.companions))
         except KVMosaicError:
             if own:
                 raise
             return None
 
-    def _fields(self, body: Body) -> tuple[DocumentFields, tuple[Document, ...], DocumentFinder]:
-        names = ("documents", "preamble", "find_documents")
+    def _fields(self, body: Body) -> tuple[_Fields, tuple[Document, ...], DocumentFinder]:
+        names = ("documents", "preamble", "find_documents", "companions")
         if FIELD in (params if isinstance(params := body.get("kv_transfer_params"), Mapping) else ()):
             body = {**body, "find_documents": "none"}  # the client says where its documents are
-        fields = read_body(DocumentFields, {name: body.get(name) for name in names})
+        fields = read_body(_Fields, {name: body.get(name) for name in names})
         documents = document_texts(fields.documents or (), partial(self._store.resolve, TENANT))
         return fields, documents, fields.finder(self._settings, self._store, TENANT)
 
@@ -136,6 +148,7 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         documents: Sequence[Document],
         options: dict[str, Any],
+        encoder: PromptEncoder,
     ) -> Prompt | None:
         wanted = body.get("chat_template")
         if wanted is not None and not (self.model.takes_other_templates and isinstance(wanted, str)):
@@ -147,13 +160,12 @@ class Renderer:
         if not template and not documents:
             return None
         if not template:
-            return self._without_template(read_messages(messages), documents, options["preamble"])
-        prompt = self.encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
+            prompt = self._without_template(read_messages(messages), documents)
+            return encoder.encode(prompt, control_tokens=False, preamble=options["preamble"])
+        prompt = encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
         return _with_chunks(prompt)
 
-    def _without_template(
-        self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document], preamble: str | int | None
-    ) -> Prompt:
+    def _without_template(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]) -> Prompt:
         """Plain-text prompt for a model without a template: one question with an optional system text."""
         if [message["role"] for message in messages] not in (["user"], ["system", "user"]):
             raise InvalidMessages(
@@ -161,8 +173,7 @@ class Renderer:
                 "send those, or start vLLM with --chat-template"
             )
         *system, question = (message["content"] for message in messages)
-        prompt = Prompt.from_documents(documents, question, system=system[0] if system else None)
-        return self.encoder.encode(prompt, control_tokens=False, preamble=preamble)
+        return Prompt.from_documents(documents, question, system=system[0] if system else None)
 
     def _options(self, body: Body, effort: Any) -> dict[str, Any]:
         """Template variables as vLLM sets them: its defaults, the request's, the reasoning effort, and how it ends."""

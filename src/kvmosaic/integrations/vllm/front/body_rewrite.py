@@ -14,6 +14,7 @@ from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How,
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.layout import context_with
 from kvmosaic.prompt import Prompt
 from kvmosaic.prompt.patterns import read_find_documents
 from kvmosaic.prompt.preamble import MARKS
@@ -132,7 +133,8 @@ def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: H
             param="documents",
         )
     _check_others(body, route)
-    ready = composed(prompt, default.updated(body), renderer.model.trained_positions)
+    how = default.updated(body | {"chunk_context": context_with(body.get("companions"), body.get("chunk_context"))})
+    ready = composed(prompt, how, renderer.model.facts, renderer.names)
     params = _given_params(body)
     if ready.composition is not None:
         params |= renderer.with_stored_documents(ready.composition).to_params()

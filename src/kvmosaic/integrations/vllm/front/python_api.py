@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
-from kvmosaic.integrations.vllm.contract import EncodedRequest, How, composed, trained_positions
+from kvmosaic.integrations.vllm.contract import EncodedRequest, How, ModelFacts, composed
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.plugin import NAME
+from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Prompt, PromptOptions
 from kvmosaic.prompt.chat_request import known_roles
+from kvmosaic.repair import NameFinder
 
 MAX_PROMPTS = 2**20
 
@@ -33,10 +35,11 @@ def generate(
     sampling_params: Any = None,
     *,
     position_strategy: str = "auto",
-    chunk_context: str = "system",
+    chunk_context: ChunkContext | None = None,
     repair: Any = None,
     preamble: str | int = "auto",
     separator: str | None = None,
+    companions: Sequence[str] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Answers prompts; each document is computed once and reused at any position in any later prompt.
@@ -48,13 +51,15 @@ def generate(
         sampling_params: vLLM's, one for all or one for each; None: the model's defaults.
         position_strategy: "sequential" (documents follow each other), "shared" (they overlap), or "auto": the
             former if the prompt fits the model's max trained position, else the latter.
-        chunk_context: what a document saw when it was computed: "system" or "none".
+        chunk_context: what a document saw when it was computed: "system", "companions" or "none"; None: companions
+            where documents are one after the other, else the system text.
         repair: "none", or "first(16)" to recompute the first 16 tokens of each document at its position; None: the
             default repair, where the engine can.
         preamble: how much of a system text documents see: "auto", "all", a number of tokens, "before:TEXT" or
             "pattern:REGEX"; its rest may change with every prompt.
         separator: what separates the segments of a text such as "System text. ## A document. ## Question?": "##" here;
             None or "": texts are never split.
+        companions: texts that documents see when they are computed, best three of their kind; None: a paragraph.
         options: options of vLLM's `LLM.generate`, such as use_tqdm and lora_request.
 
     Returns:
@@ -64,8 +69,9 @@ def generate(
         InvalidPrompt: a prompt that cannot be read, with the value, the limit and the fix.
         InvalidConfig: a choice that vLLM does not support.
     """
-    how = _how(position_strategy, chunk_context, repair)
-    encoder = _model_of(llm).encoder(PromptOptions(chunk_separator=separator, preamble=preamble))
+    how = _how(position_strategy, context_with(companions, chunk_context), repair)
+    options_of = PromptOptions(chunk_separator=separator, preamble=preamble)
+    encoder = _model_of(llm).encoder(options_of).beside(companions)
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
         raise InvalidPrompt(f"{len(listed)} prompts in one call; at most {MAX_PROMPTS} are allowed")
@@ -81,12 +87,13 @@ def chat(
     documents: Sequence[Any] | None = None,
     salt: str = "",
     position_strategy: str = "auto",
-    chunk_context: str = "system",
+    chunk_context: ChunkContext | None = None,
     repair: Any = None,
     preamble: str | int = "auto",
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
+    companions: Sequence[str] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Answers one conversation, or several, over documents, rendered with the model's chat template.
@@ -104,14 +111,15 @@ def chat(
         chat_template: replaces the model's own.
         chat_template_kwargs: variables of the template, such as enable_thinking.
         tools: functions that the model may call.
+        companions: as for `generate`.
         options: options of vLLM's `LLM.generate`.
 
     Raises:
         InvalidMessages, InvalidDocument: not a conversation, or not documents.
         InvalidPrompt, InvalidConfig: as for `generate`.
     """
-    how, model = _how(position_strategy, chunk_context, repair), _model_of(llm)
-    encoder = model.encoder(PromptOptions(preamble=preamble))
+    how, model = _how(position_strategy, context_with(companions, chunk_context), repair), _model_of(llm)
+    encoder = model.encoder(PromptOptions(preamble=preamble)).beside(companions)
     template, rendering = model.rendering(chat_template, tools)
     variables = {**(chat_template_kwargs or {}), **rendering}
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -129,8 +137,8 @@ def _generated(
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidPrompt(f"{len(each)} sampling_params for {len(prompts)} prompts; give one each, or one for all")
-    trained = trained_positions(llm.llm_engine.model_config)
-    ready = [composed(prompt, how, trained) for prompt in prompts]
+    facts, names = ModelFacts.of(llm.llm_engine.model_config), NameFinder(llm.get_tokenizer())
+    ready = [composed(prompt, how, facts, names) for prompt in prompts]
     inputs = [vllm_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
     params = [with_boundaries(one, own) for one, own in zip(ready, each, strict=True)]
     answers: list[Any] = llm.generate(inputs, params, **options)
@@ -154,7 +162,7 @@ def with_boundaries(ready: EncodedRequest, params: Any) -> Any:
     return changed
 
 
-def _how(position_strategy: str, chunk_context: str, repair: Any) -> How:
+def _how(position_strategy: str, chunk_context: str | None, repair: Any) -> How:
     return How().updated({"position_strategy": position_strategy, "chunk_context": chunk_context, "repair": repair})
 
 

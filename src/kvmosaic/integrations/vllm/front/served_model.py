@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmosaic.api.errors import ApiError
-from kvmosaic.integrations.vllm.contract import trained_positions
+from kvmosaic.integrations.vllm.contract import ModelFacts
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.prompt import PromptEncoder
 from kvmosaic.prompt.settings import PromptSettings
@@ -41,9 +41,9 @@ class ServedModel:
     """Whether our connector runs in its engine."""
 
     @property
-    def trained_positions(self) -> int | None:
-        """Max trained position of the model; None: unknown."""
-        return self.max_positions if self.config is None else trained_positions(self.config)
+    def facts(self) -> ModelFacts:
+        """What decides how its documents are placed."""
+        return ModelFacts(self.max_positions) if self.config is None else ModelFacts.of(self.config)
 
     def encoder(self, settings: PromptSettings) -> PromptEncoder:
         """The encoder of its prompts."""

@@ -11,6 +11,7 @@ from kvmosaic.documents.database import NO_FOLDER
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.contract import FIELDS, How
 from kvmosaic.prompt import PromptOptions
+from kvmosaic.prompt.companions import read_companions
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import preamble_rule
 from kvmosaic.prompt.separator import read_separator
@@ -24,6 +25,7 @@ TEXTS: dict[str, Callable[[str], Any]] = {
     "preamble": str,
     "find_documents": str,
     "document_pattern": str,
+    "companions": str,
     "long_chunks": str,
     "documents_dir": str,
     "documents_url": str,
@@ -62,6 +64,7 @@ class FrontSettings(PromptOptions):
         object.__setattr__(self, "document_ttl", self.document_ttl or None)
         object.__setattr__(self, "chunk_separator", read_separator(self.chunk_separator))
         preamble_rule(self.preamble)
+        read_companions(self.companions)
         document_finder(read_find_documents(self.find_documents), self.document_pattern)
         if self.long_chunks not in ("error", "split", "sections"):
             raise InvalidConfig(f"long_chunks is {self.long_chunks!r:.80}; choose 'error', 'split' or 'sections'")

@@ -12,9 +12,10 @@ from starlette.types import Scope
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.warming import WarmedDocument, WarmJob
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, EncodedRequest, composed
+from kvmosaic.integrations.vllm.contract import FIELD, Composition, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask
 from kvmosaic.integrations.vllm.front.settings import TENANT
+from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document
 from kvmosaic.web.errors import as_api_error
 
@@ -39,11 +40,23 @@ class Warming:
             return WarmedDocument(index, _id_of(document), error=as_api_error(error))
 
     async def _warm_one(self, index: int, document: Document | str) -> WarmedDocument:
-        """Computes one document by a request of one token."""
-        begun = time.monotonic()
-        ready = await self._front.in_thread(self._prompt_of, document)
-        composition = ready.composition
-        assert composition is not None  # it has a document
+        """Computes one document by a request of one token for each place that changes its companions."""
+        begun, compositions, actions = time.monotonic(), list[Composition](), list[str]()
+        for ready in await self._front.in_thread(self._prompts_of, document):
+            assert ready.composition is not None  # it has a document
+            compositions.append(ready.composition)
+            actions += await self._compute(ready, ready.composition)
+        return WarmedDocument(
+            index,
+            _id_of(document),
+            num_tokens=sum(map(sum, (each.chunks for each in compositions))),
+            num_chunks=sum(len(each.chunks) for each in compositions),
+            was_cached=bool(actions) and all(action in ("reused", "moved") for action in actions),
+            milliseconds=(time.monotonic() - begun) * 1e3,
+        )
+
+    async def _compute(self, ready: EncodedRequest, composition: Composition) -> list[str]:
+        """Answers a prompt; returns what was done for its documents."""
         request = {
             "prompt": list(ready.token_ids),
             "max_tokens": 1,
@@ -63,27 +76,24 @@ class Warming:
         report = (answer.get("kv_transfer_params") or {}).get(FIELD) or {}
         if report.get("bypass"):
             raise ApiError(400, f"vLLM computed it without keeping it for other prompts: {report['bypass']!s:.1000}")
-        actions = [each.get("action") for each in report.get("documents", ())]
-        return WarmedDocument(
-            index,
-            _id_of(document),
-            num_tokens=sum(composition.chunks),
-            num_chunks=len(composition.chunks),
-            was_cached=bool(actions) and all(action in ("reused", "moved") for action in actions),
-            milliseconds=(time.monotonic() - begun) * 1e3,
-        )
+        return [each.get("action") for each in report.get("documents", ())]
 
-    def _prompt_of(self, document: Document | str) -> EncodedRequest:
-        """The prompt of a request with this document alone."""
+    def _prompts_of(self, document: Document | str) -> list[EncodedRequest]:
+        """Prompts with this document alone, as the first one and as later ones."""
         store, renderer = self._front.documents, self._front.renderer(self._scope)
         try:
             if isinstance(document, str):
                 document = store.get(TENANT, document).content
             prompt = renderer.warming([document], self._body).without_texts()
-            how = self._front.settings.how.updated({"chunk_context": self._body.chunk_context, "repair": "none"})
-            ready = composed(prompt, how, renderer.model.trained_positions)
-            assert ready.composition is not None  # it has a document
-            return replace(ready, composition=renderer.with_stored_documents(ready.composition))
+            context = context_with(self._body.companions, self._body.chunk_context)
+            how = self._front.settings.how.updated({"chunk_context": context, "repair": "none"})
+            unlike: dict[object, EncodedRequest] = {}
+            for each in prompt.at_places():
+                ready = composed(each, how, renderer.model.facts)
+                assert ready.composition is not None  # it has a document
+                stored = renderer.with_stored_documents(ready.composition)
+                unlike.setdefault(stored.companions, replace(ready, composition=stored))
+            return list(unlike.values())
         except KVMosaicError as error:
             raise api_error(error) from error
 

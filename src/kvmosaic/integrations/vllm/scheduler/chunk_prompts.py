@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from kvmosaic.layout import Layout, exact_spans, repair_positions
 
+Repair = int | Sequence[Sequence[int]]
+"""Repaired tokens: so many at the start of each chunk; or by chunk: start, stop, start, stop, …, ascending."""
 PADDING_TOKEN = 0
 """Fills the last block of a chunk prompt; its keys and values are never read."""
 
@@ -62,11 +64,13 @@ def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...]
     text comes from the first of these prompts that saw it, and has its own prompt if none did.
     """
     spans, positions = layout.spans, layout.positions()
-    sources = [index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index)]
+    sources = [
+        index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index) and spans[index].num_in_prompt
+    ]
     has_shared_system = spans[0].segment.kind == "system" and any(spans[index].views for index in sources)
     numbers: dict[ChunkPrompt, int] = {}
     pieces = [PromptPiece(0, spans[0].num_tokens, 0, 0, 0, 0)] if has_shared_system else []
-    starts = tuple(accumulate((span.num_tokens for span in spans), initial=0))
+    starts = tuple(accumulate((span.num_in_prompt for span in spans), initial=0))
     for index in sources[has_shared_system:]:
         span = spans[index]
         seen = [token for view in span.views for token in spans[view.span].token_ids]
@@ -91,27 +95,28 @@ def first_private_block(layout: Layout, block_size: int) -> int:
     return sum(layout.spans[index].num_tokens for index in exact_spans(layout)) // block_size
 
 
-def num_repaired(layout: Layout, repair: int) -> dict[int, int]:
-    """By index of a chunk's span: how many of its first tokens are recomputed; none if it saw everything before it."""
-    exact = exact_spans(layout) if repair else ()
-    return {
-        index: min(repair, span.num_tokens)
-        for index, span in enumerate(layout.spans)
-        if span.is_chunk and repair and index not in exact
-    }
+def repaired_runs(layout: Layout, repair: Repair) -> dict[int, tuple[range, ...]]:
+    """By index of a chunk's span: which of its tokens are recomputed; none if it saw everything before it."""
+    exact = exact_spans(layout) if repair else set()
+    chunks = [index for index, span in enumerate(layout.spans) if span.is_chunk]
+    if isinstance(repair, int):
+        repair = [(0, min(repair, layout.spans[index].num_tokens)) for index in chunks]
+    runs = (tuple(filter(len, map(range, bounds[::2], bounds[1::2]))) for bounds in repair)
+    return {index: each for index, each in zip(chunks, runs, strict=True) if each and index not in exact}
 
 
-def recomputed_runs(layout: Layout, repair: int, num_cached: int) -> tuple[tuple[int, int, int], ...]:
-    """Recomputed runs, as (start, stop, position): texts after chunks, and the first tokens of each chunk.
+def recomputed_runs(layout: Layout, repair: Repair, num_cached: int) -> tuple[tuple[int, int, int], ...]:
+    """Recomputed runs, as (start, stop, position): texts after chunks, and repaired tokens of each chunk.
 
     Tokens that are cached already are omitted. Repaired tokens are where `repair_positions` has them.
     """
     runs, begin = [], 0
-    repaired, positions = num_repaired(layout, repair), repair_positions(layout) if repair else layout.positions()
+    repaired, positions = repaired_runs(layout, repair), repair_positions(layout) if repair else layout.positions()
     for index, span in enumerate(layout.spans[:-1]):
-        length = span.num_tokens if has_seen_chunks(layout, index) else repaired.get(index, 0)
-        start, stop = max(begin, num_cached), begin + length
-        if start < stop:
-            runs.append((start, stop, positions[index] + start - begin))
-        begin += span.num_tokens
+        whole = (range(span.num_tokens),) if has_seen_chunks(layout, index) else ()
+        for run in repaired.get(index, whole):
+            start, stop = max(begin + run.start, num_cached), begin + run.stop
+            if start < stop:
+                runs.append((start, stop, positions[index] + start - begin))
+        begin += span.num_in_prompt
     return tuple(runs)

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 
+from kvmosaic.cache.keys import encode_tokens
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
 from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
@@ -21,8 +22,8 @@ from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
     ChunkPrompt,
     PromptPiece,
     first_private_block,
-    num_repaired,
     recomputed_runs,
+    repaired_runs,
 )
 from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
 from kvmosaic.integrations.vllm.scheduler.tier_side import LoadedChunk
@@ -159,12 +160,19 @@ class ComposedHasher:
     ) -> None:
         self._block_size, self._digest = block_size, digest
         self._first_private = first_private_block(layout, block_size)
+        repair = composition.repair
         self._method = (
             *(_SPACE, composition.position_strategy, composition.chunk_context),
-            *(composition.repair, composition.system),
+            *(repair if isinstance(repair, int) else -1, composition.system),
+            *map(encode_tokens, composition.companions),
         )
-        starts = accumulate((span.num_tokens for span in layout.spans), initial=0)
-        self._marks = [(start, _mark_of(span.segment)) for span, start in zip(layout.spans, starts, strict=False)]
+        starts = accumulate((span.num_in_prompt for span in layout.spans), initial=0)
+        spans = list(zip(layout.spans, starts, strict=False))
+        self._marks = [(start, _mark_of(span.segment)) for span, start in spans if not span.is_companion]
+        if not isinstance(repair, int):
+            for index, runs in repaired_runs(layout, repair).items():
+                self._marks += [(spans[index][1] + run.start, ("repaired", str(len(run)))) for run in runs]
+            self._marks.sort()
 
     def __call__(self, request: Any) -> list[BlockHash]:
         """Computes the missing hashes of full blocks."""
@@ -286,7 +294,7 @@ def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, bloc
     layout, repair = composed.layout, composed.composition.repair
     runs = recomputed_runs(layout, repair, num_cached)
     away = _distances(composed) if runs else {}
-    repaired = num_repaired(layout, repair)
+    repaired = repaired_runs(layout, repair)
     moves: list[Move] = []
     returns: list[Move] = []
     for piece, held in composed.planned:
@@ -294,7 +302,7 @@ def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, bloc
         distance = away.get(piece.span, 0)
         moves.append(_move(piece, source, own, distance, block_size))
         if distance:
-            returns += _returns(piece, source, own, distance, repaired[piece.span], block_size)
+            returns += _returns(piece, source, own, distance, repaired[piece.span][0].stop, block_size)
     tokens: Any = composed.request.prompt_token_ids
     repairs = (
         RepairedRun(own[: -(-stop // block_size)], start, tuple(tokens[start:stop]), position)

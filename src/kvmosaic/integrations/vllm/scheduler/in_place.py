@@ -11,12 +11,12 @@ No torch, no vLLM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, num_repaired
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, Repair, repaired_runs
 from kvmosaic.layout import Layout
 
 
@@ -34,25 +34,29 @@ class InPlacePlan:
     """By piece of a document: the own tokens from this index on see it."""
 
     @classmethod
-    def of(cls, layout: Layout, pieces: Sequence[PromptPiece], repair: int) -> InPlacePlan:
+    def of(cls, layout: Layout, pieces: Sequence[PromptPiece], repair: Repair) -> InPlacePlan:
         """The plan of a layout, whose chunks are stored where `pieces` say."""
-        positions, heads = layout.positions(), num_repaired(layout, repair)
+        positions, repaired = layout.positions(), repaired_runs(layout, repair)
         stored = {piece.span: piece for piece in pieces}
         runs: list[tuple[int, int]] = []
         shifts: list[tuple[int, int]] = []
         read: list[tuple[int, PromptPiece]] = []
         begin = own = 0
         for index, span in enumerate(layout.spans):
-            num_own = min(heads.get(index, 0), span.num_tokens) if span.is_chunk else span.num_tokens
-            if num_own:
-                shift = positions.get(index, span.start) - own
-                if shift != (shifts[-1][1] if shifts else 0):
-                    shifts.append((own, shift))
-                runs.append((begin, begin + num_own))
-                own += num_own
-            if span.is_chunk and num_own < span.num_tokens:
-                read.append((own, _without_first(stored[index], num_own)))
-            begin += span.num_tokens
+            end = span.num_in_prompt
+            computed = repaired.get(index, ()) if span.is_chunk else filter(len, (range(end),))
+            at = 0
+            for run in (*computed, range(end, end)):
+                if at < run.start:
+                    read.append((own, _part(stored[index], at, run.start)))
+                if run:
+                    shift = positions.get(index, span.start) + run.start - own
+                    if shift != (shifts[-1][1] if shifts else 0):
+                        shifts.append((own, shift))
+                    runs.append((begin + run.start, begin + run.stop))
+                    own += len(run)
+                at = run.stop
+            begin += end
         # with its own prompt, which no document shares, it is computed as the request's own
         shared = {piece.prompt for _, piece in read} if layout.spans[0].segment.kind == "system" else set()
         system = [piece for piece in (stored.get(0),) if piece is not None and piece.prompt in shared]
@@ -121,7 +125,5 @@ class InPlacePlan:
         return InPlaceRequest(own_blocks, self.shifts, reads, num_computed, num_scheduled)
 
 
-def _without_first(piece: PromptPiece, number: int) -> PromptPiece:
-    return PromptPiece(
-        piece.start + number, piece.stop, piece.prompt, piece.offset + number, piece.distance, piece.span
-    )
+def _part(piece: PromptPiece, start: int, stop: int) -> PromptPiece:
+    return replace(piece, start=piece.start + start, stop=piece.start + stop, offset=piece.offset + start)

@@ -140,11 +140,7 @@ class SchedulerSide:
                 require_composing(self._trouble.reason)
             return
         self._default_repair = default_repair(self._facts)
-        _log.info(
-            "kvmosaic: documents are composed, %s by default; answers may differ from full attention: kvmosaic tune "
-            "measures how much, and which repair the model needs",
-            f"with the first {self._default_repair} tokens of each repaired" if self._default_repair else "unrepaired",
-        )
+        _log.info("kvmosaic: documents are composed; kvmosaic tune measures how near answers are to full attention")
         if self.tiering is not None:
             self.tiering.on_handshake(dict(enumerate(fact.fingerprint for fact in self._facts)))
 
@@ -162,6 +158,7 @@ class SchedulerSide:
                 request.kv_transfer_params,
                 request.num_prompt_tokens,
                 trained_positions=trained_positions(self._config.model_config),
+                vocab_size=self._config.model_config.get_vocab_size(),
                 default_repair=self._default_repair,
             )
         except KVMosaicError as error:
@@ -171,7 +168,12 @@ class SchedulerSide:
             return
         if composition is None:
             return
-        layout = composition.layout(request.prompt_token_ids or range(request.num_prompt_tokens))
+        token_ids = request.prompt_token_ids or range(request.num_prompt_tokens)
+        layout = composition.layout(token_ids)
+        longest = max((span.end for span in layout.spans if span.is_chunk), default=0) + self._block_size
+        if composition.companions and longest > self._config.model_config.max_model_len:  # they have no room
+            composition = composition.without_companions(self._default_repair)
+            layout = composition.layout(token_ids)
         if composition.leaves_repair_open and why_not_repaired(composition, layout, self._facts):
             composition = replace(composition, repair=0)
         composed = ComposedRequest(request, composition, layout, request._block_hasher)

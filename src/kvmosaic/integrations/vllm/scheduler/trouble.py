@@ -9,7 +9,7 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
-from kvmosaic.layout import Layout, alike_pair
+from kvmosaic.layout import IN_FULL, Layout, likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -157,8 +157,8 @@ def request_trouble(
         return Bypass("embeddings", "the prompt is given as embeddings")
     if request.resumable:
         return Bypass("resumable", "the prompt arrives in parts")
-    if composition.leaves_repair_open and alike_pair(layout.chunk_token_ids):
-        return Bypass("alike", "documents are alike, so they are read in full; a repair, or none, lets them be reused")
+    if composition.leaves_repair_open and likeness_of(layout.chunk_token_ids, ()):
+        return Bypass("alike", IN_FULL)
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
         return Bypass("repair", reason)
     if _has_texts(layout) and not all(fact.can_repair for fact in facts):
@@ -222,6 +222,8 @@ def why_not_repaired(composition: Composition, layout: Layout, facts: Iterable[W
         return "repair cannot be computed on these workers"
     if not layout.rules.overlaps:
         return ""
+    if not isinstance(composition.repair, int):
+        return "names are repaired where documents are one after the other; use position_strategy 'sequential'"
     if not all(fact.can_shift for fact in facts):
         return (
             "repair computes documents in shared positions on copies, whose positions cannot be shifted on these "
