@@ -148,7 +148,7 @@ def test_index_of_the_server_names_the_addresses_that_it_has(server: RunningServ
 def test_every_code_of_an_error_is_in_the_page_about_running() -> None:
     from kvmosaic.api import errors
 
-    source = [path for name in ("api", "server") for path in (ROOT / "src" / "kvmosaic" / name).rglob("*.py")]
+    source = [path for name in ("api", "server", "web") for path in (ROOT / "src" / "kvmosaic" / name).rglob("*.py")]
     codes = {code for path in source for code in re.findall(r'code="(\w+)"|\.full\(.*"(\w+)"\)', path.read_text())}
     codes = {code for pair in codes for code in pair if code} | {row[-1] for row in errors._ROWS if row[-1]}
     text = (ROOT / "docs" / "server" / "running.md").read_text()

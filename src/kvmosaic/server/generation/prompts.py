@@ -19,10 +19,10 @@ from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.defaults import FOLLOWED
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
