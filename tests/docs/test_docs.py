@@ -123,7 +123,9 @@ def test_commands_in_the_docs_have_flags_that_exist() -> None:
     for path in DOCS:
         for line in re.findall(r"kvmosaic serve .*", path.read_text()):
             named = set(re.findall(r"--([a-z][a-z-]+)", line.split("`")[0]))
-            assert {name.removeprefix("no-") for name in named} <= flags | {"help", "help-all"}, f"{name_of(path)}: {line}"
+            assert {name.removeprefix("no-") for name in named} <= flags | {"help", "help-all"}, (
+                f"{name_of(path)}: {line}"
+            )
 
 
 def test_every_page_of_the_docs_is_linked_from_the_readme_or_the_index_of_the_server() -> None:

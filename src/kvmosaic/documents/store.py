@@ -275,7 +275,7 @@ class DocumentStore:
     ) -> Sequence[str] | None:
         """Texts that a tenant's documents see (None: as the setting says); counts no hits.
 
-        The texts that a request names; or, with the setting "stored", its first documents that are not long, with titles.
+        The texts that a request names; or, with the setting "stored", its first short documents, with titles.
         """
         if named is not None or setting != STORED:
             return named
