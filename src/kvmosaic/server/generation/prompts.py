@@ -181,8 +181,8 @@ def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Doc
 
 
 def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Sequence[str] | None:
-    setting = sources.llm.chunk_cache_config.companions
-    return sources.documents.companions(tenant.name, setting, getattr(body, "companions", None))
+    config = sources.llm.chunk_cache_config
+    return sources.documents.companions(tenant.name, config.companions, getattr(body, "companions", None))
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
