@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+NEEDLESS: Final = "needless"
+"""The type of the error of a field without which the answer is right."""
 MAX_TEXT = 2**25
 MAX_NAME = 4_096
 MAX_DOCUMENTS = 4_096
@@ -51,11 +53,13 @@ class Reply(BaseModel):
 class Only:
     """A field that is known but not supported: its default is accepted, any other value is refused with the reason.
 
-    Fields that change nothing in the answer are `Ignored` instead.
+    Where the answer is right without it (`matters=False`), routes that leave unknown fields out leave it out, too, and
+    warn of it. Fields that change nothing in the answer are `Ignored` instead.
     """
 
     allowed: tuple[Any, ...]
     reason: str
+    matters: bool = True
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -66,7 +70,8 @@ class Only:
     def _check(self, value: Any) -> Any:
         if any(value == known and type(value) is type(known) for known in self.allowed):
             return value
-        raise PydanticCustomError("unsupported", "not supported: {reason}; leave it out", {"reason": self.reason})
+        kind = "unsupported" if self.matters else NEEDLESS
+        raise PydanticCustomError(kind, "not supported: {reason}; leave it out", {"reason": self.reason})
 
 
 def check_plain(value: Any) -> Any:

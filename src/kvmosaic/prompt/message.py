@@ -23,10 +23,11 @@ _EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 def read_messages(messages: object) -> list[dict[str, Any]]:
     """Validates a conversation and returns it with every content as one text.
 
-    A content is a text, or a list of text parts `{"type": "text", "text": ...}`, which are joined by line breaks.
+    A content is a text, or a list of text parts `{"type": "text", "text": ...}`, which are joined by line breaks; only
+    the last message must have one, since an aborted answer stays in the conversation.
 
     Raises:
-        InvalidMessages: no messages, an unknown role, an empty content, or a part that is not text.
+        InvalidMessages: no messages, an unknown role, nothing to answer, or a part that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise InvalidMessages(
@@ -37,6 +38,9 @@ def read_messages(messages: object) -> list[dict[str, Any]]:
     if len(messages) > MAX_MESSAGES:
         raise InvalidMessages(f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed")
     read = [_read_message(message, index) for index, message in enumerate(messages)]
+    role, content = read[-1]["role"], read[-1]["content"]
+    if not content.strip() and role != "tool" and not (role == "assistant" and read[-1].get("tool_calls")):
+        raise InvalidMessages(f"message {len(read) - 1} ({role}), the last one, has no content; write something")
     num_values = sum(_num_values(message["tool_calls"]) for message in read if "tool_calls" in message)
     if num_values > MAX_CALL_VALUES:
         raise InvalidMessages(
@@ -58,9 +62,6 @@ def _read_message(message: object, index: int) -> dict[str, Any]:
     if role not in ROLES:
         raise InvalidMessages(f"message {index} has the role {role!r:.80}; choose one of {', '.join(ROLES)}")
     content = _read_content(message.get("content"), index)
-    may_be_empty = role == "tool" or (role == "assistant" and message.get("tool_calls"))
-    if not content.strip() and not may_be_empty:
-        raise InvalidMessages(f"message {index} ({role}) has no content; write something or leave the message out")
     if len(content) > MAX_MESSAGE_CHARACTERS:
         raise InvalidMessages(
             f"message {index} ({role}) has {len(content)} characters; at most {MAX_MESSAGE_CHARACTERS} are allowed"

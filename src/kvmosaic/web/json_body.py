@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
 from kvmosaic.api.errors import ApiError
+from kvmosaic.api.fields import NEEDLESS
 from kvmosaic.api.json_limits import check_json
 from kvmosaic.api.validation_message import path_of
 
@@ -131,6 +132,11 @@ def warnings_of(request: Request) -> Warnings:
     return warnings
 
 
+def warn(request: Request, warning: str) -> None:
+    """Adds a warning about the body of a request."""
+    request.scope[WARNINGS] = (*warnings_of(request), warning)
+
+
 def _give(request: Request, model: Any, warnings: Warnings) -> None:
     """Hands a validated body to FastAPI's handler."""
     request._json = model
@@ -166,7 +172,7 @@ _MEANT_IN_DOCUMENTS = {"content": "text", "contents": "text", "page_content": "t
 
 
 def without_unknown_fields(faults: Sequence[Mapping[str, Any]], body: Any) -> tuple[Any, tuple[str, ...]]:
-    """Returns a copy of a body without its unknown fields, and a warning for each; without warnings there are none.
+    """Returns a copy of a body without unknown and needless fields, and a warning for each; without warnings, itself.
 
     Args:
         faults: all that pydantic found wrong with the body.
@@ -175,23 +181,25 @@ def without_unknown_fields(faults: Sequence[Mapping[str, Any]], body: Any) -> tu
     Raises:
         ApiError: 400: a name is nearly that of a field that matters, or there are too many unknown fields.
     """
-    paths = [path for fault in faults if (path := _unknown(fault, body))]
-    shown = {_shown(path): path for path in paths}
+    found = [(path, fault) for fault in faults if (path := _unknown(fault, body))]
+    shown = {_shown(path): path for path, fault in found if fault["type"] != NEEDLESS}
+    reasons = {_shown(path): fault["ctx"]["reason"] for path, fault in found if fault["type"] == NEEDLESS}
     if len(shown) > MAX_UNKNOWN:
         raise ApiError(400, f"the body has more than {MAX_UNKNOWN} different unknown fields; remove them")
     for path in shown.values():
         _check_likeness(path)
-    if not shown:
+    if not found:
         return body, ()
     pruned = copy.deepcopy(body)
-    for path in paths:
+    for path, _ in found:
         _remove(pruned, path)
-    return pruned, tuple(f"unknown field {name!r} was ignored" for name in shown)
+    warnings = [f"unknown field {name!r} was ignored" for name in shown]
+    return pruned, (*warnings, *(f"{name!r} was ignored: {reason}" for name, reason in reasons.items()))
 
 
 def _unknown(fault: Mapping[str, Any], body: Any) -> list[str | int]:
-    """The path of an unknown field of the body; empty for any other fault."""
-    if fault["type"] != "extra_forbidden" or fault["loc"][0] != "body":
+    """The path of an unknown or needless field of the body; empty for any other fault."""
+    if fault["type"] not in ("extra_forbidden", NEEDLESS) or fault["loc"][0] != "body":
         return []
     path = path_of(fault, body)
     return path if path and path[-1] == fault["loc"][-1] else []

@@ -17,12 +17,16 @@ from kvmosaic.web.errors import ApiError, as_api_error, request_id_of
 
 KEEP_ALIVE_SECONDS = 10.0
 DONE = "data: [DONE]\n\n"
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: BaseModel, name: str | None = None) -> str:
-    """Returns one event; omits fields of `data` that were not set."""
-    body = f"data: {data.model_dump_json(exclude_unset=True, by_alias=True)}\n\n"
+    """Returns one event; omits fields of `data` that were not set.
+
+    Line ends beyond ASCII are escaped: clients that split a stream by `str.splitlines` would cut the event there.
+    """
+    body = f"data: {data.model_dump_json(exclude_unset=True, by_alias=True).translate(_LINE_ENDS)}\n\n"
     return f"event: {name}\n{body}" if name else body
 
 

@@ -4,6 +4,9 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
 from starlette.requests import Request
 
 from kvmosaic.errors import InvalidPrompt
@@ -157,3 +160,12 @@ def test_a_stream_that_never_begins_closes_its_source():
         assert source.is_closed
 
     run(scene())
+
+
+@given(st.text())
+def test_an_event_is_a_line_for_every_way_to_split_lines(text: str) -> None:
+    class Said(BaseModel):
+        text: str
+
+    line, end = sse.event(Said(text=text)).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text} and not end

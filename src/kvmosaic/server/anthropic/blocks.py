@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
+from kvmosaic.api.fields import NEEDLESS, Body, Ignored, Name, Plain, Text
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import MAX_MESSAGES
 
@@ -51,12 +51,12 @@ def _tag_of(*known: str) -> Discriminator:
 
 def _check_citations(value: Any) -> Any:
     if value is not None and value.get("enabled") not in (None, False):
-        raise PydanticCustomError("unsupported", "not supported: answers do not cite; leave it out")
+        raise PydanticCustomError(NEEDLESS, "not supported: {reason}; leave it out", {"reason": "answers do not cite"})
     return value
 
 
 Citations = Annotated[
-    Plain | None, AfterValidator(_check_citations), Field(description="Refused where `enabled` is true.")
+    Plain | None, AfterValidator(_check_citations), Field(description="Ignored with a warning where `enabled` is true.")
 ]
 
 
@@ -201,4 +201,4 @@ Block = Annotated[
 ]
 """A block of a message. The OpenAPI document names the types only: all their combinations are too many for generators
 of clients and of tests."""
-Content = Text | Annotated[list[Block], Field(min_length=1, max_length=MAX_MESSAGES)]
+Content = Text | Annotated[list[Block], Field(max_length=MAX_MESSAGES)]

@@ -55,7 +55,7 @@ from kvmosaic.server.generation.tool_answers import ToolAnswers, read_delta, too
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
-from kvmosaic.web.json_body import route_class
+from kvmosaic.web.json_body import route_class, warn
 from kvmosaic.web.sse import StreamForm, event, open_stream
 
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
@@ -94,6 +94,8 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         """Answers a conversation over its documents, in one reply or in events (`stream`)."""
         model = served_model(sources, body.model)
         runner.admission.check(tenant)
+        if warning := body.warning(sources.chat_template):
+            warn(request, warning)
         prompts, params, tools = await threads.run(tenant.name, _read, sources, tenant, body)
         asked = GenerationRequest.by(runner, tenant, MESSAGES_ROUTE, request, body, (prompts, params))
         writer = MessageWriter(asked, model, tools)

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kvmosaic.api.fields import Body, Ignored, NumTokens, Only, Plain, StopText, Text, Variables, example
-from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.anthropic.blocks import Content, TextBlocks
@@ -31,7 +30,7 @@ class Thinking(Body):
 
     type: Annotated[
         Literal["enabled", "disabled", "adaptive"],
-        Field(description="Refused, but for disabled, unless the model's chat template can switch thinking on."),
+        Field(description="Ignored with a warning where the model's chat template cannot switch thinking on."),
     ]
     budget_tokens: Ignored = None
     display: Ignored = None
@@ -75,7 +74,7 @@ class CountRequest(GenerationFields):
     chat_template_kwargs: Annotated[Variables | None, Field(description="Variables of the chat template.")] = None
     container: Annotated[Any, Only((None,), "code is not run here")] = None
     mcp_servers: Annotated[Any, Only((None, []), "other servers are not called")] = None
-    context_management: Annotated[Any, Only((None, {}), "prompts are never cut")] = None
+    context_management: Annotated[Any, Only((None, {}), "prompts are never cut", matters=False)] = None
     metadata: Ignored = None
     service_tier: Ignored = None
     inference_geo: Ignored = None
@@ -83,22 +82,18 @@ class CountRequest(GenerationFields):
     cache_control: Ignored = None
 
     def template_options(self, template: str) -> dict[str, Any] | None:
-        """Returns variables of a chat template, with thinking switched as the request says.
-
-        Raises:
-            InvalidMessages: thinking, for a template that cannot switch it on.
-        """
+        """Returns variables of a chat template, with thinking switched as the request says."""
         options = dict(self.chat_template_kwargs or {})
-        if self.thinking is not None:
-            wants = self.thinking.type != "disabled"
-            if THINKING_VARIABLE in template:
-                options.setdefault(THINKING_VARIABLE, wants)
-            elif wants:
-                raise InvalidMessages(
-                    f"thinking is {self.thinking.type!r}, which this model's chat template cannot switch on; leave it "
-                    "out, or send {'type': 'disabled'}"
-                )
+        if self.thinking is not None and THINKING_VARIABLE in template:
+            options.setdefault(THINKING_VARIABLE, self.thinking.type != "disabled")
         return options or None
+
+    def warning(self, template: str) -> str:
+        """What of the request is ignored for this template; empty: nothing."""
+        is_thinking = self.thinking is not None and self.thinking.type != "disabled"
+        if not is_thinking or THINKING_VARIABLE in template:
+            return ""
+        return "'thinking' was ignored: this model's chat template cannot switch it on"
 
     def tool_request(self) -> ToolRequest | None:
         """Returns the tools and how they may be called; None without tools.
@@ -159,7 +154,7 @@ class ToolFields(Body):
     description: Annotated[str | None, Field(max_length=MAX_TOOL_CHARACTERS)] = None
     input_schema: Annotated[Plain, Field(description="A JSON schema of an object; its keys are read in this order.")]
     strict: Annotated[bool | None, Field(description="Calls keep to the schema, also where they are optional.")] = None
-    defer_loading: Annotated[Any, Only((None, False), "all tools are shown to the model")] = None
+    defer_loading: Annotated[Any, Only((None, False), "all tools are shown to the model", matters=False)] = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
     input_examples: Ignored = None

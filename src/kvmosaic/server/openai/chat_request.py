@@ -61,8 +61,7 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
+    Annotated[Text, Tag("text")] | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES), Tag("parts")],
     Discriminator(_shape),
 ]
 
@@ -76,9 +75,7 @@ class ChatMessage(Body):
     ]
     tool_calls: Annotated[Calls | None, Field(description="Calls in an answer.")] = None
     tool_call_id: Annotated[Name | None, Field(description="The call whose result a tool's message is.")] = None
-    content: Annotated[Content | None, Field(description="May be null beside tool_calls.", validate_default=True)] = (
-        None
-    )
+    content: Annotated[Content | None, Field(description="May be null in an answer.", validate_default=True)] = None
     name: Name | None = None
     reasoning_content: Text | None = None
     refusal: Ignored = None
@@ -89,7 +86,7 @@ class ChatMessage(Body):
     @field_validator("content")
     @classmethod
     def _said(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and not (info.data.get("role") == "assistant" and info.data.get("tool_calls")):
+        if content is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("missing", "Field required")
         return content
 
@@ -174,8 +171,8 @@ class ChatRequest(SharedFields, ChatFields):
     function_call: Annotated[Any, Only((None, "none", "auto"), "use tool_choice")] = None
     audio: Annotated[Any, Only((None,), "only text is written")] = None
     modalities: Annotated[Any, Only((None, ["text"]), "only text is written")] = None
-    reasoning_effort: Annotated[Any, Only((None, "none"), "use chat_template_kwargs")] = None
-    verbosity: Annotated[Any, Only((None, "medium"), "say it in the system message")] = None
+    reasoning_effort: Annotated[Any, Only((None, "none"), "use chat_template_kwargs", matters=False)] = None
+    verbosity: Annotated[Any, Only((None, "medium"), "say it in the system message", matters=False)] = None
     web_search_options: Annotated[Any, Only((None,), "the web is not searched")] = None
     moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
     prediction: Ignored = None

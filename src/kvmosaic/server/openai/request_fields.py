@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvmosaic.api.fields import MAX_NAME, Body, Ignored, Only, Plain, StopText
+from kvmosaic.api.fields import MAX_NAME, Body, Ignored, Only, Plain
 from kvmosaic.sampling import StructuredOutputs
 from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.web.errors import ApiError
@@ -73,12 +73,19 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
         raise ApiError(400, "stream_options go with stream=true only", param="stream_options")
 
 
+_StopText = Annotated[str, Field(max_length=4_096)]
+
+
+def _said_stops(stop: str | list[str] | None) -> str | list[str] | None:
+    """Stop texts without empty ones, which some clients send where nothing is set."""
+    return ([each for each in stop if each] if isinstance(stop, list) else stop) or None
+
+
 class SharedFields(GenerationFields):
     """What a request may say on each of OpenAI's answering routes."""
 
     stop: Annotated[
-        Annotated[str, Field(max_length=4_096)] | Annotated[list[StopText], Field(max_length=128)] | None,
-        AfterValidator(lambda stop: stop or None),
+        _StopText | Annotated[list[_StopText], Field(max_length=128)] | None, AfterValidator(_said_stops)
     ] = None
     logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
     user: Ignored = None

@@ -66,7 +66,7 @@ class TextField(Body):
     """The form of the answer."""
 
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Any, Only((None, "medium"), "say it in the instructions")] = None
+    verbosity: Annotated[Any, Only((None, "medium"), "say it in the instructions", matters=False)] = None
 
 
 class ResponseStreamOptions(Body):
@@ -111,9 +111,9 @@ class ResponseRequest(SharedFields):
     background: Annotated[Any, Only((None, False), "nothing is kept here, so there would be no reply to fetch")] = None
     tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
     tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
-    reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs")] = None
-    truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut")] = None
-    context_management: Annotated[Any, Only((None, []), "prompts are never cut")] = None
+    reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs", matters=False)] = None
+    truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut", matters=False)] = None
+    context_management: Annotated[Any, Only((None, []), "prompts are never cut", matters=False)] = None
     moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
     parallel_tool_calls: Ignored = None
     max_tool_calls: Ignored = None
