@@ -47,7 +47,8 @@ def test_documents_are_reused_in_any_order(client: anthropic.Anthropic) -> None:
     blocks = texts("Fenbury")
     first = client.messages.create(**body(user(*blocks, {"type": "text", "text": ASK})))
     assert actions(first) == ["computed"] * 3
-    assert first.usage.cache_creation_input_tokens and not first.usage.cache_read_input_tokens
+    assert first.usage.cache_creation_input_tokens
+    assert (first.usage.cache_read_input_tokens or 0) <= 1, "the BOS token, which another test may have cached"
     again = client.messages.create(**body(user(*blocks[::-1], {"type": "text", "text": ASK})))
     assert not set(actions(again)) & {"computed", "partly reused"}
     documents = sum(each["tokens"] for each in again.kvmosaic["documents"])  # type: ignore[attr-defined]
