@@ -19,7 +19,6 @@ from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
 from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
     AsFields,
     AsJSON,
@@ -28,7 +27,9 @@ from kvmosaic.console.options import (
     PromptArguments,
     SamplingOptions,
     ServerURL,
+    Takes,
     Timeout,
+    grouped,
 )
 from kvmosaic.console.plan.command import plan
 from kvmosaic.console.vllm.commands import vllm

@@ -19,14 +19,13 @@ from rich.console import Console
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import TokenCost
+from kvmosaic.bench.models import TokenCost, open_subject
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.bench.plots import can_plot, save_plots
 from kvmosaic.bench.progress import ProgressBar, Watcher
 from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.sizes import FULL, Sizes
-from kvmosaic.bench.subject import open_subject
 from kvmosaic.bench.workload import Workload
 from kvmosaic.bench.workloads import build_workloads
 from kvmosaic.errors import InvalidConfig

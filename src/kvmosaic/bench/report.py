@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import OWN
 from kvmosaic.bench.sizes import Sizes
-from kvmosaic.console.text import duration_text, printable, size_text
+from kvmosaic.console.text import duration_text, markdown_table, printable, size_text
 
 FORMAT = 2
 """Version of the JSON."""

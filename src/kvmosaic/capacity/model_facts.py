@@ -184,7 +184,7 @@ def _of_family(kind: str, settings: dict[str, Any]) -> Any:
 def _from_hub(name: str) -> Any:
     from transformers import AutoConfig
 
-    from kvmosaic.model.hub import hub_options
+    from kvmosaic.model.formats import hub_options
 
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(name))

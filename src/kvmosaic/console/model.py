@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvmosaic.assembly import AnyModel
     from kvmosaic.engine.self_check import SelfCheck
     from kvmosaic.layers import LayerShape
-    from kvmosaic.llama.tokenizer_check import TokenDifference
+    from kvmosaic.llama.load_checks import TokenDifference
     from kvmosaic.rope import Rotation
     from kvmosaic.tiers import Tier
 

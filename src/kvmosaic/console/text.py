@@ -1,4 +1,4 @@
-"""Text that is safe to print: file names and answers must not steer the terminal."""
+"""Text that is safe to print: file names and answers must not steer the terminal; tables in Markdown."""
 
 from __future__ import annotations
 
@@ -60,3 +60,9 @@ def duration_text(seconds: float | None) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2f} ms"
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; bars in cells are escaped."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""Model loading and measurement with progress, shared by `kvmosaic eval` and `kvmosaic tune`."""
+"""Model loading and measurement with progress, shared with `kvmosaic tune`; and the run of `kvmosaic eval`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from rich.text import Text
 
 from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, adapter_folders, open_model
 from kvmosaic.bench.facts import facts
+from kvmosaic.bench.models import weigh
+from kvmosaic.bench.plots import can_plot
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.report import NARROW_HEADINGS, narrow_cells, percent, terminal_table, way_text
+from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, terminal_table, way_text
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.variants import Variant
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
 
 _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
@@ -204,3 +207,62 @@ def measure(
     finally:
         torch.set_num_threads(threads_before)
     return Measured(model, evaluation, machine, time.monotonic() - begin)
+
+
+def run_evaluation(
+    opening: EvalModel,
+    cases: Sequence[Case],
+    ways: Sequence[Variant],
+    seed: int,
+    output: Path | None = None,
+    *,
+    as_json: bool = False,
+    log: Path | None = None,
+) -> EvalReport:
+    """Evaluates, prints, and writes JSON, Markdown and a plot into `output` if it is given.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    notices, console = Console(stderr=True), Console()
+    measured = measure(opening, cases, ways, notices, log=log)
+    rows = measured.evaluation.rows
+    asked = {reading.case for row in rows for reading in row.readings}
+    report = EvalReport(
+        opening.name,
+        _about(measured.model),
+        seed,
+        measured.machine,
+        [case for case in cases if case.id in asked],
+        rows,
+        measured.evaluation.notes,
+        measured.seconds,
+    )
+    if as_json:
+        console.file.write(report.to_json())
+    else:
+        console.print(report.to_tables(console.width))
+    if output is not None:
+        _save(report, output, notices)
+    return report
+
+
+def _save(report: EvalReport, output: Path, notices: Console) -> None:
+    name = f"eval-{report.model}"
+    paths = report.save(output, name)
+    if can_plot():
+        from kvmosaic.eval.plot import save_plot
+
+        paths.append(save_plot(report, output / f"{name}.png"))
+    else:
+        notices.print("no plot: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
+    notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
+
+
+def _about(model: AnyModel) -> str:
+    if not isinstance(model, LoadedModel):
+        return f"{model.num_parameters / 1e6:.1f} M parameters, {model.kind}, {model.weights_text}"
+    parameters = weigh(model.config, model.dtype.itemsize, 0).num_parameters
+    dtype = str(model.dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    return f"{parameters / 1e6:.1f} M parameters, {dtype}, {device}"

@@ -13,15 +13,12 @@ from rich.console import Console
 
 from kvmosaic.bench.facts import facts
 from kvmosaic.bench.progress import ProgressBar, Watcher
-from kvmosaic.bench.trace.optimum import NAME as CLAIRVOYANT
-from kvmosaic.bench.trace.optimum import clairvoyant
 from kvmosaic.bench.trace.prompts import PromptWriter
-from kvmosaic.bench.trace.reader import read_trace
-from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.replay import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, ReplayRow, Variant
 from kvmosaic.bench.trace.report import ServedRow, TraceReport, save_plot
-from kvmosaic.bench.trace.simulation import SimulatedCache, simulate
-from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, Variant
+from kvmosaic.bench.trace.simulation import NAME as CLAIRVOYANT
+from kvmosaic.bench.trace.simulation import SimulatedCache, clairvoyant, simulate
+from kvmosaic.bench.trace.trace import Trace, read_trace
 from kvmosaic.errors import InvalidConfig, ServerError
 from kvmosaic.threads import this_machine
 

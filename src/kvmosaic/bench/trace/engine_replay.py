@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow, replay, reused_documents
+from kvmosaic.bench.trace.replay import ReplayRow, Variant, replay, reused_documents
 from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.setting import parse_bytes
 from kvmosaic.errors import InvalidTrace, PromptTooLong

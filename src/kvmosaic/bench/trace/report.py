@@ -12,11 +12,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.bench.markdown import markdown_table
-from kvmosaic.bench.trace.optimum import NAME as CLAIRVOYANT
 from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.simulation import NAME as CLAIRVOYANT
 from kvmosaic.bench.trace.simulation import UNLIMITED
-from kvmosaic.console.text import duration_text, printable
+from kvmosaic.console.text import duration_text, markdown_table, printable
 
 FORMAT = 1
 """Version of the JSON."""

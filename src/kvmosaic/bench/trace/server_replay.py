@@ -8,9 +8,8 @@ from typing import Any
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow, replay
+from kvmosaic.bench.trace.replay import ReplayRow, Variant, replay
 from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
 
 _MAX_REPLY_BYTES = 2**24

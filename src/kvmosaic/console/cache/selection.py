@@ -25,8 +25,8 @@ from kvmosaic.entries import (
 )
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
+from kvmosaic.tiers.breaker import peek
 from kvmosaic.tiers.disk.files import MARKER
-from kvmosaic.tiers.peek import peek
 
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 CALL_SECONDS = 60.0

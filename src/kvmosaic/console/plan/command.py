@@ -11,8 +11,7 @@ import typer
 
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped, option
-from kvmosaic.console.options import PromptArguments, PromptText, Questions, System
+from kvmosaic.console.options import PromptArguments, PromptText, Questions, System, Takes, grouped, option
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
-from kvmosaic.capacity.tier_plan import Codec
+from kvmosaic.capacity.plan import Codec
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.text import one_line, size_text
 from kvmosaic.errors import InvalidConfig

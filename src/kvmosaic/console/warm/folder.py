@@ -34,8 +34,7 @@ from kvmosaic.errors import (
     RequestTooLarge,
 )
 from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.peek import Peeking
+from kvmosaic.tiers.breaker import Breaker, Peeking
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
