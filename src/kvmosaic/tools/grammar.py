@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvmosaic.tools.formats.tool_format import ToolFormat
-from kvmosaic.tools.lark import Parts, Rule, json_rule
+from kvmosaic.tools.formats.tool_format import Parts, Rule, ToolFormat, json_rule
 from kvmosaic.tools.request import ToolRequest
 
 _TERMINALS = {

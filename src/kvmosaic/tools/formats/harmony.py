@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvmosaic.tools.formats.tool_format import CallTexts, ToolFormat
-from kvmosaic.tools.lark import Parts, Rule
+from kvmosaic.tools.formats.tool_format import CallTexts, Parts, Rule, ToolFormat
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
 from kvmosaic.tools.request import Tool
 

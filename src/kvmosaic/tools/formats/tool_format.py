@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvmosaic.tools.lark import Parts, Rule
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
 from kvmosaic.tools.request import Tool
+
+_SPACED = {"whitespace_flexible": False, "lenient": False, "item_separator": ", ", "key_separator": ": "}
+"""A space after commas and colons, as chat templates write the calls of earlier turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A part of a grammar among literal texts."""
+
+    lark: str
+
+
+Parts = Sequence[str | Rule]
+"""Literal texts and grammar rules, in order."""
+
+
+def json_rule(schema: object) -> Rule:
+    """JSON of a schema."""
+    given: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    return Rule(f"%json {json.dumps({**given, 'x-guidance': _SPACED}, ensure_ascii=False)}")
 
 
 @dataclass(frozen=True, slots=True)
