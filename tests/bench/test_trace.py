@@ -14,8 +14,8 @@ import pytest
 from support.server import RunningServer
 from typer.testing import CliRunner
 
-from kvmosaic.bench.plots import can_plot
 from kvmosaic.bench.progress import Watcher
+from kvmosaic.bench.results import can_plot
 from kvmosaic.bench.trace.command import TraceRun, replay_trace
 from kvmosaic.bench.trace.engine_replay import save_tiny_model
 from kvmosaic.bench.trace.prompts import PromptWriter

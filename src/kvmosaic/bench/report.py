@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -108,14 +107,6 @@ class BenchReport:
         ]
         legend = f"{LEGEND}; in {_WIDE_COLUMNS} columns or with --output all of it is shown" if is_narrow else LEGEND
         return Group(*parts, Text("\n" + legend, style="dim"))
-
-    def save(self, folder: Path, name: str) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.json", folder / f"{name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
 
 
 def _heading(report: BenchReport) -> str:

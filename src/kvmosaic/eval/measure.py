@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, adapter_folders, open_model
-from kvmosaic.bench.facts import facts
 from kvmosaic.bench.models import weigh
-from kvmosaic.bench.plots import can_plot
+from kvmosaic.bench.results import facts, save_report
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
+from kvmosaic.eval.plot import save_plot
 from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, terminal_table, way_text
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.run import Evaluation, evaluate
@@ -243,20 +243,9 @@ def run_evaluation(
     else:
         console.print(report.to_tables(console.width))
     if output is not None:
-        _save(report, output, notices)
+        name = f"eval-{report.model}"
+        save_report(report, output, name, lambda: [save_plot(report, output / f"{name}.png")], notices)
     return report
-
-
-def _save(report: EvalReport, output: Path, notices: Console) -> None:
-    name = f"eval-{report.model}"
-    paths = report.save(output, name)
-    if can_plot():
-        from kvmosaic.eval.plot import save_plot
-
-        paths.append(save_plot(report, output / f"{name}.png"))
-    else:
-        notices.print("no plot: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
-    notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
 
 
 def _about(model: AnyModel) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -227,14 +226,6 @@ class EvalReport:
             *said,
             Text("\n" + LEGEND, style="dim"),
         )
-
-    def save(self, folder: Path, name: str) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.json", folder / f"{name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
 
     def _heading(self) -> str:
         facts = self.facts

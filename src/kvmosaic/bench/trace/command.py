@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from kvmosaic.bench.facts import facts
 from kvmosaic.bench.progress import ProgressBar, Watcher
+from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.trace.prompts import PromptWriter
 from kvmosaic.bench.trace.replay import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, ReplayRow, Variant
 from kvmosaic.bench.trace.report import ServedRow, TraceReport, save_plot
@@ -106,14 +106,7 @@ def bench_trace(run: TraceRun, output: Path | None, *, as_json: bool = False) ->
     else:
         console.print(report.to_tables())
     if output is not None:
-        paths = report.save(output)
-        from kvmosaic.bench.plots import can_plot
-
-        if can_plot():
-            paths += save_plot(report, output)
-        else:
-            notices.print("no plot: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
-        notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
+        save_report(report, output, report.name, lambda: save_plot(report, output), notices)
     return report
 
 

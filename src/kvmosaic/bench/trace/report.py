@@ -109,14 +109,6 @@ class TraceReport:
             parts += [_table(_SERVED, [_served_cells(row) for row in self.served])]
         return Group(*parts, Text("\n" + _LEGEND, style="dim"))
 
-    def save(self, folder: Path) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{self.name}.json", folder / f"{self.name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
-
     def _served_markdown(self) -> str:
         return markdown_table(_SERVED, [_served_cells(row) for row in self.served])
 
