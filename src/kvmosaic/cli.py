@@ -18,12 +18,12 @@ from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
-from kvmosaic.console.model_options import ModelOptions
 from kvmosaic.console.options import (
     AsFields,
     AsJSON,
     FixedStrategy,
     FolderOptions,
+    ModelOptions,
     PromptArguments,
     SamplingOptions,
     ServerURL,

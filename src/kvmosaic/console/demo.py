@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvmosaic.console.answer_output import stream_answer
 from kvmosaic.console.folder import read_folder
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import compose
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
 from kvmosaic.console.text import duration_text, one_line, printable, shrinking, size_text

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.text import printable, size_text
 from kvmosaic.errors import TierError
 

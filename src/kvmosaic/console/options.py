@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
@@ -12,15 +13,85 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 
 import typer
 
-from kvmosaic.config import Setting, Unset, flag_of, setting_named
-from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.config import LLMConfig, Setting, Unset, flag_of, setting_named
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.model.formats import model_help
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvmosaic.console.prompt_source import PromptSource
     from kvmosaic.console.warm.folder import Warming
+    from kvmosaic.llm import LLM
     from kvmosaic.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model a command loads, and how."""
+
+    model: str = "reader"
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Settings by name, as options give them; the others have their defaults."""
+
+    def config(self) -> LLMConfig:
+        """The settings of the model.
+
+        Raises:
+            InvalidConfig: one of them cannot work.
+        """
+        from kvmosaic.console.cache.selection import secret_from
+        from kvmosaic.tuned_settings import profile_choice
+
+        tiers = tuple(self.values.get("chunk_tier") or ())
+        return LLMConfig.from_values(
+            {
+                **self.values,
+                "chunk_tier": tiers,
+                "adapter": tuple(self.values.get("adapter") or ()),
+                "chunk_secret": secret_from() if tiers else None,
+                "profile": profile_choice(self.values.get("profile", "auto")),
+            }
+        )
+
+    def changed(self, **values: Any) -> ModelOptions:
+        """The same with other values."""
+        return ModelOptions(self.model, {**self.values, **values})
+
+
+def loading_text(model: str) -> str:
+    """Returns the message while a model loads; with the size of a file, as loading takes some seconds per GB."""
+    try:
+        num_bytes = file.stat().st_size if (file := Path(model).expanduser()).is_file() else 0
+    except (OSError, ValueError, RuntimeError):  # an invalid file name
+        num_bytes = 0
+    from kvmosaic.console.text import printable
+
+    size = f", {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    return printable(f"loading {model}{size}")
+
+
+def open_llm(opening: ModelOptions, notices: Console) -> LLM:
+    """Loads the model; `notices` shows progress.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    with notices.status(loading_text(opening.model)), warnings.catch_warnings():
+        from kvmosaic.llm import LLM
+        from kvmosaic.model.quiet import quiet_libraries
+
+        quiet_libraries()
+        warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below, in one line
+        config = opening.config()
+        llm = LLM(opening.model, **config.keywords())
+    if llm.model.weights_note:
+        notices.print(llm.model.weights_note, style="dim", markup=False, highlight=False)
+    if llm.profile is not None:
+        notices.print(llm.profile_note, style="dim", markup=False, highlight=False)
+    if config.model.enable_chunk_cache and not llm.has_chunk_cache:
+        notices.print(f"the chunk cache is off: {llm.chunk_cache_off_reason}", style="yellow", markup=False)
+    return llm
 
 
 def option(name: str, *, panel: str | None = None, has_bounds: bool = True) -> Any:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.options import AsReport, Output, Takes, grouped
+from kvmosaic.console.options import AsReport, ModelOptions, Output, Takes, grouped
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair.parser import FORMS
 

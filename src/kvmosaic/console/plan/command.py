@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.options import PromptArguments, PromptText, Questions, System, Takes, grouped, option
+from kvmosaic.console.options import (
+    ModelOptions,
+    PromptArguments,
+    PromptText,
+    Questions,
+    System,
+    Takes,
+    grouped,
+    option,
+)
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
+from kvmosaic.capacity.model_facts import dtype_here, memory_here, read_gguf_facts
 from kvmosaic.capacity.plan import Codec
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.text import one_line, size_text
@@ -52,11 +53,9 @@ class CapacityRequest:
 
         quiet_libraries()
         llama_file = self._llama_file()
-        model = self._model() if llama_file is None else self._llama_model(llama_file)
+        model = self._model() if llama_file is None else read_gguf_facts(llama_file, self.kv_cache_dtype)
         memory = self.device_memory
         if memory is None:
-            from kvmosaic.capacity.machine import memory_here  # imports torch
-
             memory = str(memory_here())
         return plan_capacity(
             model,
@@ -86,18 +85,11 @@ class CapacityRequest:
             )
         return Path(self.model).expanduser()
 
-    def _llama_model(self, path: Path) -> ModelFacts:
-        from kvmosaic.capacity.gguf_facts import read_gguf_facts
-
-        return read_gguf_facts(path, self.kv_cache_dtype)
-
     def _model(self) -> ModelFacts:
         """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
         model = read_model(self.model, dtype=self.dtype)
         if self.dtype != "auto" or self.device_memory is not None:
             return model
-        from kvmosaic.capacity.machine import dtype_here
-
         here = dtype_here(model.dtype)
         return model if here == model.dtype else read_model(self.model, dtype=here)
 
