@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.text import duration_text, printable
+from kvmosaic.console.text import duration_text, markdown_table, printable
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import TaskRow
 from kvmosaic.eval.summary import Summary, findings, summarize
@@ -104,12 +104,6 @@ def task_table(rows: Sequence[TaskRow], *, with_context: bool) -> tuple[tuple[st
 
 def _whole_percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; bars in cells do not end them."""
-    rows = [headings, ["---"] * len(headings), *lines]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def terminal_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

@@ -95,7 +95,7 @@ class TraceReport:
         if self.rows:
             parts.append(markdown_table(_SIMULATED, [_cells(row) for row in self.rows]))
         if self.served:
-            parts += [_SERVED_HEADING, self._served_markdown()]
+            parts += [_SERVED_HEADING, markdown_table(_SERVED, [_served_cells(row) for row in self.served])]
         return "\n\n".join([*parts, _LEGEND[0].upper() + _LEGEND[1:] + "."]) + "\n"
 
     def to_tables(self) -> Group:
@@ -108,9 +108,6 @@ class TraceReport:
             parts += [Text(f"\n{_SERVED_HEADING}\n")]
             parts += [_table(_SERVED, [_served_cells(row) for row in self.served])]
         return Group(*parts, Text("\n" + _LEGEND, style="dim"))
-
-    def _served_markdown(self) -> str:
-        return markdown_table(_SERVED, [_served_cells(row) for row in self.served])
 
     def _heading(self) -> str:
         trace, options = self.trace, self.options
