@@ -24,10 +24,9 @@ from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.plot import save_plot
 from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, terminal_table, way_text
-from kvmosaic.eval.rows import TaskRow
+from kvmosaic.eval.rows import Summary, TaskRow, summarize
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
-from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.variants import Variant
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries

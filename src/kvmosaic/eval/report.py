@@ -13,8 +13,7 @@ from rich.text import Text
 
 from kvmosaic.console.text import duration_text, markdown_table, printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.rows import TaskRow
-from kvmosaic.eval.summary import Summary, findings, summarize
+from kvmosaic.eval.rows import Summary, TaskRow, findings, summarize
 from kvmosaic.eval.variants import Variant
 
 SUMMARY_HEADINGS = (
