@@ -238,12 +238,12 @@ def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher,
     if run.model is None:
         return None
     from kvmosaic.bench.models import model_folder
-    from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay, save_tiny_model
+    from kvmosaic.bench.trace.engine_replay import EngineReplay, save_tiny_model
     from kvmosaic.model.quiet import quiet_libraries
 
     quiet_libraries()
     watcher.stage(f"loading {Path(run.model).name}")
     scratch = Path(stack.enter_context(TemporaryDirectory(prefix="kvmosaic-bench-")))
     folder = save_tiny_model(scratch / TINY, writer) if run.model == TINY else model_folder(run.model, scratch)
-    capacity = CapacityLimit(run.capacity, sum(writer.num_tokens(request) for request in trace.requests))
-    return stack.enter_context(EngineReplay(folder, capacity, run.num_threads))
+    num_words = sum(writer.num_tokens(request) for request in trace.requests)
+    return stack.enter_context(EngineReplay(folder, run.capacity, num_words, run.num_threads))

@@ -25,9 +25,8 @@ class ServerReplay:
 
     name = "server"
 
-    def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._timeout = timeout
         self._run = secrets.token_hex(8)
 
     def check(self) -> None:
@@ -57,7 +56,7 @@ class ServerReplay:
         salt = f"trace-{self._run}-{variant.name}"
         common: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         path, body = _request(texts, variant)
-        reply = fields_of_server(self._url, path, self._timeout, body=common | body, max_bytes=_MAX_REPLY_BYTES)
+        reply = fields_of_server(self._url, path, _TIMEOUT, body=common | body, max_bytes=_MAX_REPLY_BYTES)
         try:
             segments = reply["kvmosaic"]["segments"]
             chunks = [each for each in segments if each["kind"] == "chunk"]
