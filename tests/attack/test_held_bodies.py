@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.server import RunningServer, wait_until
 
-from kvmosaic.server.middleware.request_body import MAX_BODIES
+from kvmosaic.web.request_body import MAX_BODIES
 
 MOST = 2**16
 

@@ -123,7 +123,9 @@ def test_commands_in_the_docs_have_flags_that_exist() -> None:
     for path in DOCS:
         for line in re.findall(r"kvmosaic serve .*", path.read_text()):
             named = set(re.findall(r"--([a-z][a-z-]+)", line.split("`")[0]))
-            assert {name.removeprefix("no-") for name in named} <= flags | {"help", "help-all"}, f"{name_of(path)}: {line}"
+            assert {name.removeprefix("no-") for name in named} <= flags | {"help", "help-all"}, (
+                f"{name_of(path)}: {line}"
+            )
 
 
 def test_every_page_of_the_docs_is_linked_from_the_readme_or_the_index_of_the_server() -> None:
@@ -148,7 +150,7 @@ def test_index_of_the_server_names_the_addresses_that_it_has(server: RunningServ
 def test_every_code_of_an_error_is_in_the_page_about_running() -> None:
     from kvmosaic.api import errors
 
-    source = [path for name in ("api", "server") for path in (ROOT / "src" / "kvmosaic" / name).rglob("*.py")]
+    source = [path for name in ("api", "server", "web") for path in (ROOT / "src" / "kvmosaic" / name).rglob("*.py")]
     codes = {code for path in source for code in re.findall(r'code="(\w+)"|\.full\(.*"(\w+)"\)', path.read_text())}
     codes = {code for pair in codes for code in pair if code} | {row[-1] for row in errors._ROWS if row[-1]}
     text = (ROOT / "docs" / "server" / "running.md").read_text()

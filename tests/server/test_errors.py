@@ -10,7 +10,7 @@ from support.server import RunningServer
 from kvmosaic import ChunkCacheConfig, Prompt, errors
 from kvmosaic.api.errors import MAX_MESSAGE_CHARACTERS
 from kvmosaic.prompt import PromptEncoder
-from kvmosaic.server.errors import ApiError, as_api_error
+from kvmosaic.web.errors import ApiError, as_api_error
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.KVMosaicError)]
 

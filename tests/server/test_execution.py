@@ -14,9 +14,9 @@ from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import NUM_THREADS
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 ACME, UMBRA = Tenant("acme"), Tenant("umbra")
 TEXT = "Answer. ## The ferry of Bellos goes to Oak Island at seven. ## Where does the ferry go?"

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from support.server import RunningServer
 
-from kvmosaic.server.json_body import MAX_UNKNOWN
+from kvmosaic.web.json_body import MAX_UNKNOWN
 
 MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
 CHAT = "/v1/chat/completions"

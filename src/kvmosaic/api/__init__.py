@@ -4,4 +4,5 @@ fields.py               field types of bodies: every number, text and list with 
 validation_message.py   messages for bodies that do not fit their type
 errors.py               one table from error types to statuses
 documents.py            documents in bodies, and bodies and replies of /v1/documents
+served_documents.py     what routes of documents need of a server
 """

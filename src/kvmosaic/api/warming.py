@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from kvmosaic.api.documents import CompanionsField, DocumentFields, DocumentId, FindDocumentsField, PreambleField
 from kvmosaic.api.errors import ApiError, ErrorDetail
-from kvmosaic.api.fields import Body, Reply, Text
-from kvmosaic.layout import ChunkContext
+from kvmosaic.api.fields import Body, Name, Reply, Text
+from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Document
+from kvmosaic.prompt.patterns import FindDocuments, read_find_documents
 
 MAX_WARM_IDS = 10_000
 
@@ -36,6 +37,9 @@ class WarmOptions(Body):
     chunk_context: Annotated[
         ChunkContext | None,
         Field(description="As the later requests say it: with none, a document is a cache hit after any system text."),
+    ] = None
+    model: Annotated[
+        Name | None, Field(description="Which of the server's models the documents are for. Default: its first.")
     ] = None
     preamble: PreambleField = None
     companions: CompanionsField = None
@@ -88,6 +92,29 @@ class WarmRequest(WarmOptions, DocumentFields):
                 fields = {"id": name, "title": part.title, "text": part.text}
                 chosen.append(Document.read({key: value for key, value in fields.items() if value is not None}))
         return tuple(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmJob:
+    """Documents to compute, and the prompts to compute them for.
+
+    Raises:
+        InvalidConfig: `options` contradict each other, or name a pattern that does not exist.
+    """
+
+    documents: tuple[Document | str, ...]
+    """Texts, or ids of stored documents, which are read just before they are computed."""
+    options: WarmOptions
+    salt: str = ""
+    chunk_context: ChunkContext | None = field(init=False)
+    """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
+    find_documents: FindDocuments = field(init=False)
+    """Their `find_documents`, if they have the documents in their texts."""
+
+    def __post_init__(self) -> None:
+        options = self.options
+        object.__setattr__(self, "chunk_context", context_with(options.companions, options.chunk_context))
+        object.__setattr__(self, "find_documents", read_find_documents(options.find_documents or ()))
 
 
 @dataclass(frozen=True, slots=True)

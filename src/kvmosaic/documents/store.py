@@ -275,7 +275,7 @@ class DocumentStore:
     ) -> Sequence[str] | None:
         """Texts that a tenant's documents see (None: as the setting says); counts no hits.
 
-        Those that a request names; or, with the setting "stored", its first documents that are not long, with titles.
+        The texts that a request names; or, with the setting "stored", its first short documents, with titles.
         """
         if named is not None or setting != STORED:
             return named
@@ -371,17 +371,19 @@ class DocumentStore:
             ]
         return [replace(document, content=head), *earlier]
 
-    def delete(self, tenant: str, document_id: str, match: Match | None = None) -> None:
-        """Deletes a document with all its versions.
+    def delete(self, tenant: str, document_id: str, match: Match | None = None) -> StoredDocument:
+        """Deletes a document with all its versions; returns it.
 
         Raises:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
         """
         with self._changes(tenant) as (changes, connection):
-            changes.remove(self._head(connection, tenant, document_id, match))
+            row = self._head(connection, tenant, document_id, match)
+            changes.remove(row)
         with self._lock:
             self._hits.pop((tenant, document_id), None)
+        return self._document(tenant, row)
 
     def set_pinned(self, tenant: str, document_id: str, pinned: bool) -> StoredDocument:
         """Pins or unpins a document. A pinned one does not expire; unpinning restarts its TTL.

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from starlette.types import Scope
 
 from kvmosaic import __version__
-from kvmosaic.server import anthropic, dashboard, documents, engine_routes, openai
+from kvmosaic.api.error_forms import MESSAGES_ROUTE
+from kvmosaic.server import anthropic, dashboard, engine_routes, openai
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.errors import add_error_replies
+from kvmosaic.server.documents.served import ServerDocuments
 from kvmosaic.server.generation.prompts import PromptSources
-from kvmosaic.server.json_body import open_tolerant_bodies
 from kvmosaic.server.metrics import prometheus
 from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
-from kvmosaic.server.middleware.request_body import RequestBodyMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.middleware.tracing import TracingMiddleware
 from kvmosaic.server.services import Services
+from kvmosaic.web import documents, files
+from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies
+from kvmosaic.web.json_body import open_tolerant_bodies
+from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
 
 DESCRIPTION = (
     "OpenAI's and Anthropic's routes over a language model that computes each document once and composes prompts from "
     "what it has. Errors have OpenAI's shape, those of /v1/messages Anthropic's; every reply carries an X-Request-Id."
 )
 KEY = "key"
+ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_ROUTE)
+"""Routes that run the engine."""
 ANTHROPIC_HEADERS = ("X-Api-Key", "Anthropic-Version", "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access")
 """Headers that Anthropic's clients send from browsers; but for the key, they change nothing here."""
 
@@ -47,20 +55,16 @@ def build_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
-        # its own spans and logs would have messages of errors in them, which quote requests
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+        telemetry=NO_TELEMETRY,
     )
     app.state.services = services
+    app.state.serve_documents = partial(ServerDocuments.of, services)
     add_error_replies(app)
     for routes in _routers(services):
         app.include_router(routes)
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
     app.add_middleware(  # the middleware that is added last runs first
-        RequestBodyMiddleware,
-        admission=services.admission,
-        threads=services.threads,
-        max_body_bytes=settings.max_body_bytes,
-        max_upload_bytes=max(settings.max_documents_bytes, settings.max_body_bytes),
+        RequestBodyMiddleware, rules=_body_rules(services)
     )
     app.add_middleware(AuthenticationMiddleware, tenants=services.tenants, settings=settings)
     if settings.allowed_origins:
@@ -85,6 +89,25 @@ def build_app(services: Services) -> FastAPI:
     return app
 
 
+def _body_rules(services: Services) -> BodyRules:
+    settings, admission = services.settings, services.admission
+
+    def asking(scope: Scope) -> AbstractContextManager[None]:
+        asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
+        return admission.asking(Request(scope).state.tenant) if asks else nullcontext()
+
+    return BodyRules(
+        max_bytes=settings.max_body_bytes,
+        setting="--max-body-bytes",
+        max_upload_bytes=max(settings.max_documents_bytes, settings.max_body_bytes),
+        upload_setting="--max-documents-bytes",
+        full=admission.full,
+        in_thread=services.threads.run,
+        tenant_of=lambda scope: str(Request(scope).state.tenant.name),
+        asking=asking,
+    )
+
+
 def _routers(services: Services) -> Iterator[APIRouter]:
     """Yields all routes, each with the services it uses."""
     llm, engine, admission, threads = services.llm, services.engine, services.admission, services.threads
@@ -93,7 +116,8 @@ def _routers(services: Services) -> Iterator[APIRouter]:
     sources = PromptSources(llm, services.documents, services.settings)
     yield openai.router(sources, services.runner, threads)
     yield anthropic.router(sources, services.runner, threads)
-    yield documents.router(services)
+    yield documents.router()
+    yield files.router()
     yield engine_routes.sleep_router(engine, admission, has_tiers=llm.engine.offloader is not None)
     feed = Feed(llm, engine, services.documents, admission, services.records, services.settings)
     yield dashboard.router(feed)

@@ -13,10 +13,9 @@ from kvmosaic.api.fields import Only
 from kvmosaic.engine import AsyncEngine, Engine
 from kvmosaic.errors import EngineAsleep, EngineError
 from kvmosaic.server.admission import Admission
-from kvmosaic.server.documents.routes import ROUTE
-from kvmosaic.server.errors import ApiError
-from kvmosaic.server.openai.replies import ErrorReply, error_replies
 from kvmosaic.server.tenants import current_admin
+from kvmosaic.web.documents import ROUTE
+from kvmosaic.web.errors import ApiError, ErrorReply, error_replies
 
 HOPELESS_SECONDS = 60.0
 """An engine that fails for longer may have lost its device until the process is restarted."""

@@ -15,9 +15,9 @@ from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
 from kvmosaic.server.admission import Admission
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.metrics.request_log import MAX_INTER_TOKEN_SECONDS, RequestLog, RequestRecord, RequestStatus
 from kvmosaic.server.tenants.access import Tenant
+from kvmosaic.web.errors import ApiError
 
 if TYPE_CHECKING:
     from kvmosaic.engine import AnswerDelta, AsyncEngine, RequestDelta

@@ -288,7 +288,7 @@ async def _warmed(services: Services) -> None:
     """Computes stored documents, if the settings say so."""
     if not services.settings.warm_on_start:
         return
-    from kvmosaic.server.documents.warmup import warm_stored  # imports torch
+    from kvmosaic.server.documents.served import warm_stored  # imports torch
 
     try:
         await warm_stored(services)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import pytest
 from support.asking import MESSAGES
 from support.server import RunningServer
 from support.vllm.front import REPORT, App
@@ -48,88 +47,10 @@ def test_documents_are_those_of_our_own_server_in_the_same_folder(client: Any, t
     assert [each["id"] for each in client.get("/v1/documents").json()["data"]] == ["mill", "ferry"]
 
 
-def test_a_change_that_was_meant_for_another_version_is_refused(client: Any) -> None:
-    client.put("/v1/documents/a", json={"text": "x"})
-    reply = client.put("/v1/documents/a", json={"text": "y"}, headers={"If-Match": '"1"'})
-    assert (reply.status_code, reply.headers["etag"]) == (200, '"2"')
-    refused = client.put("/v1/documents/a", json={"text": "z"}, headers={"If-Match": '"1"'})
-    assert error_of(refused) == (412, "document_changed")
-    assert error_of(client.delete("/v1/documents/a", headers={"If-Match": '"1"'})) == (412, "document_changed")
-    deleted = client.delete("/v1/documents/a").json()
-    assert deleted == {"id": "a", "object": "document.deleted", "deleted": True}
-    assert error_of(client.get("/v1/documents/a")) == (404, "document_not_found")
-
-
-def test_metadata_is_changed_without_a_new_version(client: Any) -> None:
-    client.put("/v1/documents/a", json={"text": "x", "metadata": {"year": "1871"}})
-    changed = client.patch("/v1/documents/a", json={"metadata": {"year": "1872", "place": "Korvai"}})
-    assert (changed.status_code, changed.headers["etag"]) == (200, '"1"'), changed.text
-    assert client.get("/v1/documents/a").json()["metadata"] == {"year": "1872", "place": "Korvai"}
-
-
-def test_posting_makes_an_id_and_takes_none_twice(client: Any) -> None:
-    reply = client.post("/v1/documents", json={"text": "x"})
-    assert reply.status_code == 201
-    taken = client.post("/v1/documents", json={"text": "x", "id": reply.json()["id"]})
-    assert error_of(taken) == (409, "document_exists")
-    for _ in range(4):
-        client.post("/v1/documents", json={"text": "x"})
-    assert error_of(client.post("/v1/documents", json={"text": "x"})) == (429, "document_store_full")
-
-
-@pytest.mark.parametrize("order", ["asc", "desc"])
-def test_a_list_is_read_in_parts(client: Any, order: str) -> None:
-    for name in "abcde":
-        client.put(f"/v1/documents/{name}", json={"text": "x"})
-    seen: list[str] = []
-    query: dict[str, Any] = {"limit": 2, "order": order}
-    while True:
-        part = client.get("/v1/documents", params=query).json()
-        seen += [document["id"] for document in part["data"]]
-        assert (part["first_id"], part["last_id"]) == (part["data"][0]["id"], part["data"][-1]["id"])
-        if not part["has_more"]:
-            break
-        query["after"] = part["next_after"] if len(seen) == 2 else part["last_id"]
-    assert "".join(seen if order == "asc" else seen[::-1]) == "abcde"
-    for wrong in ({"limit": 0}, {"limit": "x"}, {"limit": 1001}, {"order": "up"}):
-        assert client.get("/v1/documents", params=wrong).status_code == 400
-    assert client.get("/v1/documents", params={"after": "gone"}).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "content", "status"),
-    [
-        ("PUT", "/v1/documents/a", b"{", 400),
-        ("PUT", "/v1/documents/a", b"[]", 400),
-        ("PUT", "/v1/documents/a", b"{}", 400),
-        ("PUT", "/v1/documents/a", b'{"text": "x", "id": "b"}', 400),
-        ("PUT", "/v1/documents/a", b'{"text": "x", "id": 3}', 400),
-        ("PUT", "/v1/documents/..%2f..%2fetc", b'{"text": "x"}', 400),
-        ("PUT", "/v1/documents/a:warm", b'{"text": "x"}', 405),
-        ("PATCH", "/v1/documents/a", b"{}", 400),
-        ("PATCH", "/v1/documents/a", b'{"priority": 1.9}', 400),
-        ("POST", "/v1/documents/a:sleep", b"", 404),
-        ("GET", "/v1/documents/a:pin", b"", 405),
-        ("PATCH", "/v1/documents", b"{}", 405),
-        ("POST", "/v1/documents/a", b"{}", 405),
-        ("PUT", "/v1/documents:batch", b"{}", 405),
-        ("GET", "/v1/documents?include_chunks=true", b"", 400),
-        ("PUT", "/v1/documents/a", b'{"text": "half \\ud83d"}', 400),
-        ("PUT", "/v1/documents/a", b'{"text": "x", "ttl_seconds": NaN}', 400),
-        ("DELETE", "/v1/documents", b"", 405),
-        ("POST", "/v1/documents/a:pin", b"", 404),
-        ("POST", "/v1/documents/a:warm", b"", 404),
-        ("POST", "/v1/documents:warm", b'{"ids": 3}', 400),
-        ("POST", "/v1/documents:warm", b'{"stream": true}', 400),
-        ("POST", "/v1/documents:warm", b'{"systm": "x"}', 400),
-        ("POST", "/v1/documents:warm", b'{"system": 3, "documents": ["x"]}', 400),
-        ("POST", "/v1/documents:warm", b'{"documents": [3]}', 400),
-    ],
-)
-def test_what_cannot_be_done_is_told(client: Any, method: str, path: str, content: bytes, status: int) -> None:
-    reply = client.request(method, path, content=content, headers=JSON)
-    assert reply.status_code == status, reply.text
-    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+def test_documents_do_not_sleep_by_themselves(client: Any) -> None:
+    for path in ("/v1/documents:sleep", "/v1/documents:wake", "/v1/documents/a:sleep"):
+        reply = client.post(path)
+        assert reply.status_code == 404 and "use vLLM's /sleep" in reply.json()["error"]["message"]
 
 
 def test_warming_asks_for_the_document_as_later_requests_do(app: App, client: Any) -> None:
@@ -158,9 +79,10 @@ def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any
     app.report = {**REPORT, "documents": [{"action": "computed"}]}
     every = client.post("/v1/documents:warm", json={}).json()
     assert (every["num_documents"], every["num_computed"]) == (2, 2)
-    some = client.post("/v1/documents:warm", json={"ids": ["a", "gone"], "documents": ["A text."]}).json()
+    some = client.post("/v1/documents:warm", json={"ids": ["a"], "documents": ["x " * 9_000, "A text."]}).json()
     assert [entry["object"].partition(".")[2] for entry in some["data"]] == ["warmed", "failed", "warmed"]
-    assert some["data"][1]["error"]["code"] == "document_not_found"
+    assert some["data"][1]["error"]["code"] == "context_length_exceeded"
+    assert client.post("/v1/documents:warm", json={"ids": ["a", "gone"]}).status_code == 404
     assert client.post("/v1/documents:warm", json={"ids": ["gone"]}).status_code == 404
     assert client.post("/v1/documents:warm", json={"ids": []}).json()["num_documents"] == 0
 

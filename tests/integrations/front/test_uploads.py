@@ -15,7 +15,7 @@ from support.files import pdf_file
 from support.vllm.front import KEY, App
 
 from kvmosaic.extraction import extract_text
-from kvmosaic.integrations.vllm.front import writer
+from kvmosaic.integrations.vllm.front import served
 from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 
@@ -62,64 +62,12 @@ def test_files_become_documents_and_the_store_has_its_limit(client: Any) -> None
     assert client.get("/v1/documents/n0.md").json()["metadata"] == {"filename": "n0.md"}
 
 
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [(b"{}", "application/json"), (b"x", ""), (b"", "multipart/form-data; boundary=x"), (b"x", "multipart/form-data")],
-)
-def test_a_body_of_another_kind_gives_400(client: Any, content: bytes, kind: str) -> None:
-    for path in (BATCH, "/v1/files"):
-        reply = client.post(path, content=content, headers={"Content-Type": kind})
-        assert reply.status_code == 400 and reply.json()["error"]["message"], path
-
-
-def test_a_file_is_a_document_as_for_the_clients_of_openai(client: Any) -> None:
-    made = client.post("/v1/files", files={"file": ("ferry.md", b"It goes to Oak Island.")}, data=USER_DATA).json()
-    assert (made["object"], made["filename"], made["bytes"], made["status"]) == ("file", "ferry.md", 22, "processed")
-    client.put("/v1/documents/other", json={"text": "no file"})
-    path = f"/v1/files/{made['id']}"
-    assert client.get(path).json() == made
-    assert client.get(f"{path}/content").text == "It goes to Oak Island."
-    assert [each["id"] for each in client.get("/v1/files").json()["data"]] == [made["id"]]
-    assert client.get("/v1/files", params={"purpose": "assistants"}).json()["data"] == []
-    asked = {"messages": MESSAGES, "documents": [{"id": made["id"]}]}
-    assert client.post(CHAT, json=asked).status_code == 200
-    assert client.delete(path).json() == {"id": made["id"], "object": "file", "deleted": True}
-    for request in (client.get(path), client.delete("/v1/files/other"), client.get("/v1/files/other/content")):
-        assert (request.status_code, request.json()["error"]["code"]) == (404, "document_not_found")
-    for method, there in (("PUT", path), ("DELETE", "/v1/files"), ("POST", f"{path}/content")):
-        assert client.request(method, there).status_code == 405
-    assert client.post("/v1/files", files={"file": ("a.md", b"x")}, data={"purpose": "fine-tune"}).status_code == 400
-
-
-@pytest.mark.parametrize("path", ["/v1/vector_stores", "/v1/vector_stores/vs_1/search"])
-def test_vector_stores_are_refused_with_what_to_do(client: Any, path: str) -> None:
-    reply = client.post(path, json={})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (501, "not_served")
-
-
 def test_routes_that_vllm_has_are_its_own() -> None:
     app = App(paths=["/v1/files", "/v1/vector_stores/{name}"])
     client = app.client()
     assert client.post("/v1/files", json={"mine": 1}).json()["id"] == "cmpl-7"
     assert client.post("/v1/vector_stores/a", json={}).json()["id"] == "cmpl-7"
     assert client.post(BATCH, content=lines_of({"text": "x"}), headers=JSONL).json()["num_stored"] == 1
-
-
-def test_a_list_is_searched_and_an_earlier_text_read(client: Any) -> None:
-    for name, title in (("mill", "Red"), ("ferry", "The RED one"), ("town", "Blue")):
-        client.put(f"/v1/documents/{name}", json={"title": title, "text": f"First of {name}."})
-    found = client.get("/v1/documents", params={"search": "red"}).json()["data"]
-    assert [each["id"] for each in found] == ["ferry", "mill"]
-    found = client.get("/v1/documents", params={"id": ["town", "mill", "gone"]}).json()["data"]
-    assert [each["id"] for each in found] == ["town", "mill"]
-    client.put("/v1/documents/mill", json={"text": "Second."})
-    assert client.get("/v1/documents/mill", params={"version": 1}).json()["text"] == "First of mill."
-    read = client.get("/v1/documents/mill", params={"include_versions": True}).json()
-    assert [each["version"] for each in read["versions"]] == [2, 1]
-    assert client.get("/v1/documents/mill", params={"version": 9}).status_code == 404
-    assert client.get("/v1/documents", params={"search": "x" * 300}).status_code == 400
-    plain = client.patch("/v1/documents/mill", json={"priority": None}, headers={"If-Match": '"2"'})
-    assert (plain.status_code, plain.json()["priority"]) == (200, 0.5)
 
 
 @pytest.mark.parametrize("how", ["put", "post", "line", "file"])
@@ -160,27 +108,6 @@ def test_a_long_document_is_divided_into_sections(app: App) -> None:
     client.post(CHAT, json={"messages": MESSAGES, "documents": [{"id": "book"}, "Another."]})
     after = app.body["kv_transfer_params"]["kvmosaic"]
     assert after["chunks"][-2:] == before["chunks"][-2:] and after["chunks"] != before["chunks"]
-
-
-ROUTES = [
-    ("GET", "/v1/documents"),
-    ("PUT", "/v1/documents/a"),
-    ("PATCH", "/v1/documents/a"),
-    ("DELETE", "/v1/documents/a"),
-    ("POST", "/v1/documents/a:warm"),
-    ("POST", BATCH),
-    ("POST", "/v1/files"),
-    ("GET", "/v1/files"),
-    ("GET", "/v1/files/file-1/content"),
-    ("DELETE", "/v1/files/file-1"),
-    ("POST", "/v1/vector_stores"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_needs_the_key(client: Any, method: str, path: str) -> None:
-    reply = client.request(method, path, content=b"{", headers={"Authorization": "Bearer wrong"})
-    assert reply.status_code == 401
 
 
 def test_limits_of_bodies_have_their_message(app: App) -> None:
@@ -250,7 +177,7 @@ def test_what_was_stored_stays_when_the_client_leaves_an_upload(front: Any) -> N
 def test_uploads_in_progress_are_bounded_and_end_when_nothing_comes(
     front: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.integrations.vllm.front.documents.PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr("kvmosaic.web.request_body.BODY_SECONDS", 0.5)
 
     async def crowding() -> None:
         slow = [Exchange(front, "POST", BATCH, JSONL["Content-Type"]) for _ in range(9)]
@@ -305,7 +232,7 @@ def slow_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
         assert may_go_on.wait(60)
         return extract_text(content, name)
 
-    monkeypatch.setattr(writer, "extract_text", waiting)
+    monkeypatch.setattr(served, "extract_text", waiting)
     yield may_go_on
     may_go_on.set()
 

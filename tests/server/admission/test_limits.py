@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.server.admission import Admission
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 ACME, UMBRA = Tenant("acme"), Tenant("umbra")
 

@@ -13,8 +13,8 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 ADMIN = Tenant("default", is_admin=True)
 OTHER = Tenant("other")

@@ -17,7 +17,7 @@ import pytest
 from server.documents.world import Client, DocumentServer
 from support.server import RunningServer, ServeCommand, wait_until
 
-from kvmosaic.api.uploading import LineBuffer
+from kvmosaic.web.uploads import LineBuffer
 
 JSONL = {"Content-Type": "application/jsonl"}
 

@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from kvmosaic.errors import InvalidPrompt
-from kvmosaic.server.errors import ApiError
-from kvmosaic.server.generation import sse
+from kvmosaic.web import sse
+from kvmosaic.web.errors import ApiError
 
 
 def request():

@@ -15,10 +15,10 @@ from pydantic import BaseModel, Field
 from support.server import RunningServer, send, wait_until
 
 from kvmosaic.sampling import SamplingParams
-from kvmosaic.server.errors import as_api_error
-from kvmosaic.server.json_body import ParsedRoute
-from kvmosaic.server.middleware.request_body import SMALL_BODY_BYTES
 from kvmosaic.server.tenants import current_tenant
+from kvmosaic.web.errors import as_api_error
+from kvmosaic.web.json_body import ParsedRoute
+from kvmosaic.web.request_body import SMALL_BODY_BYTES
 
 LIMIT = 2**17
 ENDLESS = SamplingParams(max_tokens=1_500, ignore_eos=True, temperature=0.0)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants import Tenants
 from kvmosaic.server.tenants.keys import is_open_to_all, keys_of, read_keys_file
+from kvmosaic.web.errors import ApiError
 
 SECRET = "sk-nobody-may-read-this"
 

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants.access import Tenant
+from kvmosaic.web.errors import ApiError
 
 MAX_RETRY_SECONDS = 60
 DRAIN_CHECK_SECONDS = 0.02

@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.server.admission.limits import Admission
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants.access import Tenant
+from kvmosaic.web.errors import ApiError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from kvmosaic.server.anthropic.blocks import (
     ToolUseBlock,
 )
 from kvmosaic.server.anthropic.request import CountRequest, Message
-from kvmosaic.server.errors import ApiError
+from kvmosaic.web.errors import ApiError
 
 _TEMPLATE_DOCUMENTS = "documents"
 """The variable of chat templates that have a format for documents."""

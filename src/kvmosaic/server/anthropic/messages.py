@@ -51,12 +51,12 @@ from kvmosaic.server.generation.prompts import (
     served_model,
 )
 from kvmosaic.server.generation.sampling_fields import prepared
-from kvmosaic.server.generation.sse import StreamForm, event, open_stream
 from kvmosaic.server.generation.tool_answers import ToolAnswers, read_delta, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import route_class
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
+from kvmosaic.web.json_body import route_class
+from kvmosaic.web.sse import StreamForm, event, open_stream
 
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
 _PING = 'event: ping\ndata: {"type": "ping"}\n\n'

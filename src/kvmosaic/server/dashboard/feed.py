@@ -30,12 +30,12 @@ from kvmosaic.server.dashboard.views import (
     tier_view,
     usage_view,
 )
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.metrics.document_totals import DocumentTotals
 from kvmosaic.server.metrics.gauges import look_at_tiers
 from kvmosaic.server.metrics.request_log import RequestLog, RequestRecord
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 MAX_RECORDS = 500
 """Records kept, of which a tenant sees its own."""

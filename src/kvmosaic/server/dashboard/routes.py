@@ -16,8 +16,8 @@ from fastapi.responses import HTMLResponse, Response
 
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions, hash_of
-from kvmosaic.server.generation.sse import EventStream, open_stream
 from kvmosaic.server.tenants import Tenant, current_tenant
+from kvmosaic.web.sse import EventStream, open_stream
 
 
 def router(feed: Feed) -> APIRouter:

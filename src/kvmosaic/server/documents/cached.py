@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from kvmosaic.api.documents import ChunkObject
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.groups import Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, encode_tokens
-from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, label_in
+from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, label_in, shown_name
 from kvmosaic.engine import Engine
 from kvmosaic.errors import (
     DocumentStoreUnavailable,
@@ -40,20 +41,6 @@ MAX_COUNTED_LOOKUPS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """What a read of a replaced document computes, and what not."""
-
-    num_tokens: int
-    num_kept: int
-    """Of these, the ones that are cached already."""
-
-    @property
-    def described(self) -> dict[str, int]:
-        """As fields of a reply."""
-        return {"tokens": self.num_tokens, "kept_tokens": self.num_kept}
-
-
-@dataclass(frozen=True, slots=True)
 class _CachedText:
     """Tokens of a chunk after what it saw."""
 
@@ -67,47 +54,25 @@ class CachedChunk:
     """State of one chunk at one moment."""
 
     key: Key
-    name: str
-    """The name it was found under: the label of a text, with the part if the document was split."""
     names: tuple[str, ...]
-    is_ready: bool
-    num_tokens: int
-    num_blocks: int
-    num_bytes: int
-    hits: int
-    num_users: int
-    pinned: bool
-    is_salted: bool
-    compute_ms: float
+    described: ChunkObject
 
 
 async def find_cached(
     services: Services, tenant: str, documents: Sequence[StoredDocument]
-) -> dict[str, list[CachedChunk]]:
-    """Returns the chunks of the current texts of documents, by document id.
+) -> dict[str, list[ChunkObject]]:
+    """Describes the chunks of the current texts of documents, by document id.
 
     Raises:
         EngineError: the engine no longer runs.
     """
     labels = [document.content.label for document in documents]
     found = await services.engine.call(partial(_look, tenant=tenant, labels=labels))
-    return {document.id: found[document.content.label] for document in documents}
+    return {document.id: [chunk.described for chunk in found[document.content.label]] for document in documents}
 
 
-async def apply_draft(services: Services, tenant: str, document: StoredDocument, draft: DocumentDraft) -> None:
-    """Pins, unpins and ranks the chunks of a document that was just stored, as its draft says.
-
-    Raises:
-        EngineError, QuotaExceeded: see `pin_cached`.
-    """
-    if document.pinned or draft.pinned is False:
-        await pin_cached(services, tenant, document)
-    if draft.priority is not None:
-        await set_cached_priority(services, tenant, document)
-
-
-async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> int:
-    """Pins or unpins the chunks of a document, cached now or computed later; returns the number of cached ones.
+async def pin_cached(services: Services, tenant: str, document: StoredDocument) -> None:
+    """Pins or unpins the chunks of a document, cached now or computed later.
 
     A chunk that another pinned document shares (their texts are equal) stays pinned.
 
@@ -127,7 +92,6 @@ async def pin_cached(services: Services, tenant: str, document: StoredDocument) 
     }
     if changes:
         await services.engine.call(partial(_settle, tenant=tenant, changes=changes))
-    return len(changes)
 
 
 async def set_cached_priority(services: Services, tenant: str, document: StoredDocument) -> None:
@@ -142,7 +106,7 @@ async def set_cached_priority(services: Services, tenant: str, document: StoredD
 
 async def count_kept(
     services: Services, tenant: str, replaced: Sequence[tuple[StoredDocument, DocumentDraft]]
-) -> dict[str, KeptTokens]:
+) -> dict[str, dict[str, int]]:
     """Counts what reading the new texts of replaced documents would keep of the cached chunks of their earlier texts.
 
     Only of these: what others have cached, under whatever salt, is not compared with the new texts.
@@ -153,8 +117,8 @@ async def count_kept(
         replaced: the documents, and their new texts.
 
     Returns:
-        By document id. Missing: the earlier text is the same, or is not cached, or the new one is too long to be
-        counted, or for a chunk.
+        By document id, `tokens` and `kept_tokens`. Missing: the earlier text is the same, or is not cached, or the new
+        one is too long to be counted, or for a chunk.
     """
     short = [(document, draft) for document, draft in replaced if len(draft.text) <= MAX_COUNTED_CHARACTERS]
     if not short or not services.llm.has_chunk_cache:
@@ -166,7 +130,7 @@ async def count_kept(
         before = await services.engine.call(partial(_texts, tenant=tenant, labels=wanted)) if wanted else {}
     except EngineError:
         return {}
-    counted: dict[str, KeptTokens] = {}
+    counted: dict[str, dict[str, int]] = {}
     for document, draft in short:
         if texts := before.get(labels.get(document.id, "")):
             text = Document(draft.text, draft.title, document.id)
@@ -211,7 +175,7 @@ async def _drop(services: Services, tenant: str, labels: Iterable[str]) -> None:
     for chunk in chunks:
         if owners.keys().isdisjoint(chunk.names):
             changes[chunk.key] = "delete"
-        elif chunk.pinned and not _is_pinned(chunk, owners):
+        elif chunk.described.pinned and not _is_pinned(chunk, owners):
             changes[chunk.key] = "unpin"
     for key, others in kept.items():
         if key not in changes and owners.keys().isdisjoint(others):
@@ -279,7 +243,7 @@ def _texts(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[str, l
     }
 
 
-def _count_kept(llm: LLM, texts: Sequence[_CachedText], document: Document) -> KeptTokens | None:
+def _count_kept(llm: LLM, texts: Sequence[_CachedText], document: Document) -> dict[str, int] | None:
     """Counts the cached tokens of the parts of a document, each after the system text with the most of them."""
     try:
         chunks = llm.encoder.encode_documents([document]).chunks
@@ -299,7 +263,7 @@ def _count_kept(llm: LLM, texts: Sequence[_CachedText], document: Document) -> K
         return starts.num_shared(root, tokens)
 
     kept = sum(max(num_kept(root, tokens) for root in roots) for tokens in parts)
-    return KeptTokens(sum(map(len, parts)) // TOKEN_BYTES, kept)
+    return {"tokens": sum(map(len, parts)) // TOKEN_BYTES, "kept_tokens": kept}
 
 
 def _kept(engine: Engine, *, tenant: str, labels: Sequence[str]) -> dict[Key, tuple[str, ...]]:
@@ -340,21 +304,23 @@ def _set_priority(engine: Engine, *, tenant: str, label: str, priority: float) -
 
 
 def _view(engine: Engine, chunk: Chunk, name: str) -> CachedChunk:
+    """Describes a chunk that was found under a name: the label of a text, with the part if the document was split."""
+    _, _, part = shown_name(name).partition(" ")
     num_blocks = len(chunk.block_ids)
-    return CachedChunk(
-        key=chunk.key,
-        name=name,
-        names=tuple(chunk.names),
-        is_ready=chunk.is_ready,
-        num_tokens=chunk.num_tokens,
-        num_blocks=num_blocks,
-        num_bytes=num_blocks * engine.kv_cache.bytes_per_block,
+    described = ChunkObject(
+        tier="device",
+        state="ready" if chunk.is_ready else "computing",
+        part=part.strip("()") or None,
+        tokens=chunk.num_tokens,
+        blocks=num_blocks,
+        bytes=num_blocks * engine.kv_cache.bytes_per_block,
         hits=chunk.hits,
-        num_users=chunk.ref_count,
+        in_use=chunk.ref_count,
         pinned=chunk.pinned,
-        is_salted=bool(chunk.salt),
-        compute_ms=chunk.compute_ms,
+        salted=bool(chunk.salt),
+        compute_ms=round(chunk.compute_ms, 3),
     )
+    return CachedChunk(chunk.key, tuple(chunk.names), described)
 
 
 SWEEP_SECONDS = 5.0

@@ -17,13 +17,13 @@ from pydantic import BaseModel
 from kvmosaic.engine import AnswerDelta, RequestDelta
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.sampling import Logprob, SamplingParams
-from kvmosaic.server.errors import request_id_of
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.prompts import EncodedPrompt
 from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import warnings_of
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import request_id_of
+from kvmosaic.web.json_body import warnings_of
 
 if TYPE_CHECKING:
     from kvmosaic.server.tracing.request_trace import RequestTrace

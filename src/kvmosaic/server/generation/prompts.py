@@ -19,10 +19,10 @@ from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.sampling.params import FOLLOWED
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.web.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Doc
 
 
 def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> Sequence[str] | None:
-    setting = sources.llm.chunk_cache_config.companions
-    return sources.documents.companions(tenant.name, setting, getattr(body, "companions", None))
+    config = sources.llm.chunk_cache_config
+    return sources.documents.companions(tenant.name, config.companions, getattr(body, "companions", None))
 
 
 def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:

@@ -20,7 +20,7 @@ from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
 from kvmosaic.server.choices import Choices
-from kvmosaic.server.errors import as_api_error
+from kvmosaic.web.errors import as_api_error
 
 MAX_GRAMMAR = 2**17
 MAX_CANDIDATES = 2**18

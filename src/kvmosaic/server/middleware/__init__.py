@@ -1,5 +1,5 @@
 """ASGI middleware that every request passes before its route.
 
 From the outside in: `startup` (with `throttle`), `tracing` (if spans are sent), `response_headers`, `access_log`,
-`authentication`, `request_body`.
+`authentication`, and `web.request_body`.
 """

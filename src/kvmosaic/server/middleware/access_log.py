@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.server.errors import refusal_of
 from kvmosaic.server.process.logs import FIELDS, PROBES
+from kvmosaic.web.errors import refusal_of
 
 MAX_PATH_CHARACTERS = 500
 MAX_REASON_CHARACTERS = 300

@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmosaic.server.errors import ApiError, reply_of_error
 from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.access import Tenants, authorization_of
+from kvmosaic.web.errors import ApiError, reply_of_error
+from kvmosaic.web.request_body import READING
 
 OPEN_PATHS = frozenset({*PROBES, "/", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
 """Paths that need no key: the probes, the dashboard's page and that of the API, which hold no data."""
-READING = frozenset({"GET", "HEAD"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

@@ -8,7 +8,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.server.json_body import WARNINGS
+from kvmosaic.web.json_body import WARNINGS
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_WARNING_CHARACTERS = 2_000

@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmosaic.server.errors import ApiError, reply_of_error
 from kvmosaic.server.middleware.access_log import AccessLogMiddleware
 from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.tenants.access import Tenants, authorization_of
+from kvmosaic.web.errors import ApiError, reply_of_error
 
 AT_ONCE = 2
 """Requests admitted per event-loop tick; each takes the loop a few milliseconds."""

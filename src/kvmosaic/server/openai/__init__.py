@@ -12,8 +12,8 @@ from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.prompts import PromptSources, served_model
 from kvmosaic.server.openai import chat, completions, responses, tokens
-from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import current_tenant
+from kvmosaic.web.errors import error_replies
 
 __all__ = ["router"]
 

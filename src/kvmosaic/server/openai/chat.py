@@ -25,10 +25,8 @@ from kvmosaic.server.generation.answers import (
 )
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.generation.sampling_fields import prepared
-from kvmosaic.server.generation.sse import DONE, event, open_stream
 from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TokenBytes, chat_logprobs
 from kvmosaic.server.openai.replies import (
@@ -43,13 +41,14 @@ from kvmosaic.server.openai.replies import (
     FunctionReply,
     MessageDelta,
     ToolCallReply,
-    error_replies,
-    streamed,
 )
 from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
 from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
+from kvmosaic.web.errors import error_replies, streamed
+from kvmosaic.web.json_body import route_class
+from kvmosaic.web.sse import DONE, event, open_stream
 
 ROUTE = "/v1/chat/completions"
 

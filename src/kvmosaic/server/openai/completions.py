@@ -14,7 +14,6 @@ from kvmosaic.api.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, examp
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
 from kvmosaic.server.admission import RequestThreads
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import (
     GenerationRequest,
@@ -27,11 +26,9 @@ from kvmosaic.server.generation.answers import (
 )
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
 from kvmosaic.server.generation.sampling_fields import Defaults, prepared
-from kvmosaic.server.generation.sse import DONE, event, open_stream
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
-from kvmosaic.server.openai.replies import Completion, TextChoice, error_replies, streamed
+from kvmosaic.server.openai.replies import Completion, TextChoice
 from kvmosaic.server.openai.request_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -42,6 +39,9 @@ from kvmosaic.server.openai.request_fields import (
     structure_of,
 )
 from kvmosaic.server.tenants import Tenant, current_tenant
+from kvmosaic.web.errors import ApiError, error_replies, streamed
+from kvmosaic.web.json_body import route_class
+from kvmosaic.web.sse import DONE, event, open_stream
 
 ROUTE = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16

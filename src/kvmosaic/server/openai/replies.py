@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvmosaic.api.errors import ErrorDetail
 from kvmosaic.api.fields import Reply
 from kvmosaic.server.generation.answers import Ending
 from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
 
 ChatEnding = Ending | Literal["tool_calls"]
-
-
-class ErrorReply(Reply):
-    """An error, in OpenAI's shape."""
-
-    error: ErrorDetail
 
 
 class FunctionReply(Reply):
@@ -137,27 +130,3 @@ class Completion(Reply):
     choices: list[TextChoice]
     usage: Usage | None = None
     kvmosaic: ReplyReport | None = None
-
-
-def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The declared errors of a route."""
-    meanings = {
-        400: "Something in the request cannot be used.",
-        401: "No API key, or an unknown one.",
-        404: "An unknown model, or a document that is not stored.",
-        413: "The body is too large.",
-        429: "Too many requests wait, or a quota is used up; see Retry-After.",
-        500: "Something failed inside.",
-        503: "The server is shutting down, or its engine has stopped.",
-    }
-    known: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorReply, "description": meanings[status]} for status in statuses or meanings
-    }
-    return {**known, "default": {"model": ErrorReply, "description": "Any other error, in the same shape."}}
-
-
-def streamed(description: str, example: str) -> dict[str, Any]:
-    """The declared other form of a 200: server-sent events, each with a text of JSON (or [DONE]) as its data."""
-    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-    content = {"text/event-stream": {"itemSchema": event, "example": example}}
-    return {"description": description, "content": content}

@@ -8,8 +8,8 @@ from pydantic import AfterValidator, Field
 
 from kvmosaic.api.fields import MAX_NAME, Body, Ignored, Only, Plain, StopText
 from kvmosaic.sampling import StructuredOutputs
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.generation.sampling_fields import GenerationFields
+from kvmosaic.web.errors import ApiError
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20

@@ -14,7 +14,6 @@ from fastapi import Response as HttpResponse
 from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.admission import RequestThreads
-from kvmosaic.server.errors import as_api_error
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import (
     GenerationRequest,
@@ -26,11 +25,8 @@ from kvmosaic.server.generation.answers import (
 )
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
 from kvmosaic.server.generation.sampling_fields import prepared
-from kvmosaic.server.generation.sse import event, open_stream
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
-from kvmosaic.server.openai.replies import error_replies, streamed
 from kvmosaic.server.openai.response_schemas import (
     IncompleteDetails,
     OutputMessage,
@@ -43,6 +39,9 @@ from kvmosaic.server.openai.response_schemas import (
     Status,
 )
 from kvmosaic.server.tenants import Tenant, current_tenant
+from kvmosaic.web.errors import as_api_error, error_replies, streamed
+from kvmosaic.web.json_body import route_class
+from kvmosaic.web.sse import event, open_stream
 
 ROUTE = "/v1/responses"
 

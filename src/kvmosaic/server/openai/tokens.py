@@ -16,10 +16,10 @@ from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
-from kvmosaic.server.json_body import route_class
 from kvmosaic.server.openai.chat_request import ChatFields
-from kvmosaic.server.openai.replies import error_replies
 from kvmosaic.server.tenants import Tenant, current_tenant
+from kvmosaic.web.errors import error_replies
+from kvmosaic.web.json_body import route_class
 
 
 class _TokenizeFields(DocumentFields):

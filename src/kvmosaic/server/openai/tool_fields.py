@@ -10,8 +10,8 @@ from pydantic import Field
 
 from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
 from kvmosaic.errors import InvalidTools
-from kvmosaic.server.errors import as_api_error
 from kvmosaic.tools.request import MAX_NAME_CHARACTERS, MAX_TOOL_CHARACTERS, MAX_TOOLS, NAME_PATTERN
+from kvmosaic.web.errors import as_api_error
 
 MAX_CALLS = 1_024
 ToolName = Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARACTERS)]

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.errors import ApiError
 from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
+from kvmosaic.web.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)

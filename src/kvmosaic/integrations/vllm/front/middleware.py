@@ -74,7 +74,7 @@ class ComposedDocuments:
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._routes.answers(path, scope):
-            return await self._routes(path, scope, receive, send)
+            return await self._routes(scope, receive, send)
         if scope["method"] != "POST":
             return await self.app(scope, receive, send)
         return await _Exchange(self, path, scope, receive, send).run()

@@ -2,72 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from starlette.responses import Response
 from starlette.types import Scope
 
 from kvmosaic.api.errors import ApiError
-from kvmosaic.api.fields import Name
-from kvmosaic.api.warming import WarmedDocument, WarmRequest, WarmSummary
+from kvmosaic.api.warming import WarmedDocument, WarmJob
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask
-from kvmosaic.integrations.vllm.front.replies import json_reply
 from kvmosaic.integrations.vllm.front.settings import TENANT
 from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document
+from kvmosaic.web.errors import as_api_error
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 
-MAX_WARM = 10_000
-AT_ONCE = 4
-
-
-class WarmBody(WarmRequest):
-    """What to warm, and for which of vLLM's models."""
-
-    model: Name | None = None
-
 
 class Warming:
-    """Prefills documents separately, a few concurrently. A failed one does not stop others."""
+    """Prefill of one document for later requests."""
 
-    def __init__(self, front: ComposedDocuments, body: WarmBody, scope: Scope) -> None:
+    def __init__(self, front: ComposedDocuments, job: WarmJob, scope: Scope) -> None:
         self._front = front
-        self._body = body
+        self._body = job.options
+        self._salt = job.salt
         self._scope = scope
 
-    async def run(self, name: str) -> Response:
-        """Warms the document with this id, or ("") those of the body.
-
-        Raises:
-            ApiError: none could be warmed, there are too many, or events are asked for.
-        """
-        if self._body.stream:
-            raise ApiError(400, "inside vLLM warming sends no events; leave stream out", param="stream")
-        chosen = (name,) if name else await self._front.in_thread(self._chosen)
-        if len(chosen) > MAX_WARM:
-            raise ApiError(400, f"{len(chosen)} documents at once; at most {MAX_WARM} can be warmed: send fewer")
-        begun, running = time.monotonic(), asyncio.Semaphore(AT_ONCE)
-
-        async def one(index: int, document: Document | str) -> WarmedDocument:
-            async with running:
-                try:
-                    return await self._warm_one(index, document)
-                except ApiError as error:
-                    return WarmedDocument(index, _id_of(document), error=error)
-
-        warmed = await asyncio.gather(*(one(index, document) for index, document in enumerate(chosen)))
-        return json_reply(WarmSummary.of(warmed, time.monotonic() - begun))
-
-    def _chosen(self) -> tuple[Document | str, ...]:
-        return self._body.chosen(lambda: [each.id for each in self._front.documents.documents(TENANT)])
+    async def run(self, index: int, document: Document | str) -> WarmedDocument:
+        """Computes one document, a text or the id of a stored one; a failure is part of the result."""
+        try:
+            return await self._warm_one(index, document)
+        except Exception as error:
+            return WarmedDocument(index, _id_of(document), error=as_api_error(error))
 
     async def _warm_one(self, index: int, document: Document | str) -> WarmedDocument:
         """Computes one document by a request of one token for each place that changes its companions."""
@@ -92,7 +62,7 @@ class Warming:
             "max_tokens": 1,
             "temperature": 0,
             "kv_transfer_params": composition.to_params(),
-            **self._body.model_dump(include={"model", "cache_salt"}, exclude_none=True),
+            **{name: value for name, value in (("model", self._body.model), ("cache_salt", self._salt)) if value},
         }
         reply = await ask(self._front.app, self._scope, "POST", "/v1/completions", request)
         try:

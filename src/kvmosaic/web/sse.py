@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from kvmosaic.server.errors import ApiError, as_api_error, request_id_of
+from kvmosaic.web.errors import ApiError, as_api_error, request_id_of
 
 KEEP_ALIVE_SECONDS = 10.0
 DONE = "data: [DONE]\n\n"

@@ -4,38 +4,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.api.error_forms import MESSAGES_ROUTE
 from kvmosaic.api.json_limits import check_json, check_json_type
-from kvmosaic.api.upload_body import CLOSE, MAX_UPLOADS, UploadBody
-from kvmosaic.server.admission import Admission, RequestThreads
-from kvmosaic.server.errors import ApiError, as_api_error, reply_of_error, request_id_of
-from kvmosaic.server.json_body import PARSED, LongBody, parse_long
-from kvmosaic.server.middleware.authentication import READING
+from kvmosaic.web.errors import ApiError, as_api_error, reply_of_error, request_id_of
+from kvmosaic.web.json_body import PARSED, LongBody, parse_long
 
 BODY_SECONDS = 60.0
-"""Timeout to receive a body."""
+"""Timeout to receive a body, or the next piece of an upload."""
+MAX_UPLOADS = 8
+"""Maximum number of uploads in progress."""
+CLOSE = {"Connection": "close"}
 MAX_BODIES = 16
 """Memory for bodies in progress, in bodies of the maximum length.
 
 A tenant may have as much as it leaves free: half of it if it is alone, a third each if there are two. However much
-other tenants hold, a new tenant gets room."""
+other tenants hold, a new tenant gets room. Where there can be no other tenant, the one has all of it."""
 SMALL_BODY_BYTES = 2**16
 """Bodies up to this size are checked on the event loop; longer ones are checked and parsed in a thread."""
 
-ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_ROUTE)
-"""Routes that run the engine."""
+READING = frozenset({"GET", "HEAD"})
 UPLOADS = ("/v1/documents:batch", "/v1/files")
 """Routes that read a body piece by piece, which may be longer than others."""
 
 logger = logging.getLogger("kvmosaic.server")
+
+
+@dataclass(frozen=True)
+class BodyRules:
+    """What a server allows of bodies, and what its operator calls the limits."""
+
+    max_bytes: int
+    setting: str
+    max_upload_bytes: int
+    upload_setting: str
+    full: Callable[[str, str], ApiError]
+    """Returns the 429 for a reason and a code."""
+    in_thread: Callable[..., Awaitable[Any]]
+    """Runs a function beside the event loop, in the turn of the tenant that is its first argument."""
+    tenant_of: Callable[[Scope], str]
+    has_tenants: bool = True
+    asking: Callable[[Scope], AbstractContextManager[None]] = lambda scope: nullcontext()
+    """Counts a request before its body is parsed, or refuses it."""
+
+    def of(self, tenant: str) -> str:
+        """Returns whose requests they are, for messages; empty where there is no other tenant."""
+        return f" of {tenant!r}" if self.has_tenants else ""
+
+    def room(self, most: int, used: Mapping[str, int], tenant: str) -> int:
+        """Returns how much of `most` a tenant may use, by what all of them use now."""
+        num_free = max(most - sum(used.values()), 0)
+        return num_free if self.has_tenants else num_free + used.get(tenant, 0)
 
 
 class RequestBodyMiddleware:
@@ -47,19 +74,9 @@ class RequestBodyMiddleware:
     A route that fails before its reply has begun answers in the shape of its API; the exception goes to the log.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        admission: Admission,
-        threads: RequestThreads,
-        max_body_bytes: int,
-        max_upload_bytes: int,
-    ) -> None:
+    def __init__(self, app: ASGIApp, rules: BodyRules) -> None:
         self._app = app
-        self._admission = admission
-        self._threads = threads
-        self._max_body_bytes = max_body_bytes
-        self._max_upload_bytes = max_upload_bytes
+        self._rules = rules
         self._num_bytes: dict[str, int] = {}
         """By tenant: bytes of bodies in memory."""
         self._uploads: dict[str, int] = {}
@@ -73,20 +90,19 @@ class RequestBodyMiddleware:
             return await _Conversation(self._app, scope, receive, send).run(b"")
         if scope["path"].removeprefix(scope.get("root_path", "")) in UPLOADS:
             return await self._upload(scope, receive, send)
-        tenant = Request(scope).state.tenant
+        tenant = self._rules.tenant_of(scope)
         body = bytearray()
         num_bytes = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                if not await self._read(receive, body, tenant.name):
+                if not await self._read(receive, body, tenant):
                     return None
             if body:
                 check_json_type(Headers(scope=scope).get("content-type", ""))
-            asks = scope["method"] == "POST" and scope["path"].endswith(ASKING)
-            with self._admission.asking(tenant) if asks else nullcontext():
+            with self._rules.asking(scope):
                 content, num_bytes = bytes(body), len(body)
                 body.clear()  # one of the two is enough
-                scope[PARSED] = await self._check(tenant.name, content)
+                scope[PARSED] = await self._check(tenant, content)
                 return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -94,12 +110,12 @@ class RequestBodyMiddleware:
         except ApiError as refusal:
             return await reply_of_error(refusal, scope)(scope, receive, send)
         finally:
-            self._add(tenant.name, -(len(body) or num_bytes))
+            self._add(tenant, -(len(body) or num_bytes))
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request whose route reads the body itself."""
         has_begun = False
-        body = UploadBody(receive, self._max_upload_bytes, "--max-documents-bytes", BODY_SECONDS)
+        body = UploadBody(receive, self._rules.max_upload_bytes, self._rules.upload_setting)
 
         async def forward(message: Message) -> None:
             nonlocal has_begun
@@ -107,7 +123,7 @@ class RequestBodyMiddleware:
             await send(message)
 
         try:
-            with self._uploading(Request(scope).state.tenant.name):
+            with self._uploading(self._rules.tenant_of(scope)):
                 await self._app(scope, body, forward)
         except ClientDisconnect:
             return
@@ -118,14 +134,14 @@ class RequestBodyMiddleware:
 
     @contextmanager
     def _uploading(self, tenant: str) -> Iterator[None]:
-        """Counts an upload of a tenant, which may have half of what others leave free, rounded up.
+        """Counts an upload of a tenant, which may have half of what others leave free, rounded up; see `room`.
 
         Raises:
             ApiError: 429, there are too many.
         """
-        num_free = MAX_UPLOADS - sum(self._uploads.values())
-        if self._uploads.get(tenant, 0) >= max(num_free, 0):
-            raise self._admission.full(f"too many uploads of {tenant!r} are in progress", "uploads_full")
+        rules = self._rules
+        if self._uploads.get(tenant, 0) >= rules.room(MAX_UPLOADS, self._uploads, tenant):
+            raise rules.full(f"too many uploads{rules.of(tenant)} are in progress", "uploads_full")
         self._uploads[tenant] = self._uploads.get(tenant, 0) + 1
         try:
             yield
@@ -141,7 +157,7 @@ class RequestBodyMiddleware:
 
     async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
         """Fills `body`; returns False if the client disconnected before its end. Ignores the declared length."""
-        most = self._max_body_bytes
+        rules, most = self._rules, self._rules.max_bytes
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -150,14 +166,14 @@ class RequestBodyMiddleware:
             if len(body) + len(part) > most:
                 raise ApiError(
                     413,
-                    f"the body is longer than {most} bytes (--max-body-bytes); send less at once",
+                    f"the body is longer than {most} bytes ({rules.setting}); send less at once",
                     code="body_too_large",
                     headers=CLOSE,
                 )
-            num_free = MAX_BODIES * most - sum(self._num_bytes.values()) - len(part)
-            if self._num_bytes.get(tenant, 0) + len(part) > max(num_free, 0):
-                raise self._admission.full(
-                    f"requests of {tenant!r} that are being read are too large together", "bodies_full"
+            room = rules.room(MAX_BODIES * most - len(part), self._num_bytes, tenant)
+            if self._num_bytes.get(tenant, 0) + len(part) > room:
+                raise rules.full(
+                    f"requests{rules.of(tenant)} that are being read are too large together", "bodies_full"
                 )
             self._add(tenant, len(part))
             body += part
@@ -169,8 +185,43 @@ class RequestBodyMiddleware:
         if len(body) <= SMALL_BODY_BYTES:
             check_json(body)
             return None
-        parsed = await self._threads.run(tenant, parse_long, body)
-        return LongBody(parsed.pop(), partial(self._threads.run, tenant)) if parsed else None
+        in_thread = partial(self._rules.in_thread, tenant)
+        parsed = await in_thread(parse_long, body)
+        return LongBody(parsed.pop(), in_thread) if parsed else None
+
+
+class UploadBody:
+    """The `receive` of a request whose route reads the body itself."""
+
+    def __init__(self, receive: Receive, max_bytes: int, setting: str) -> None:
+        """`setting`: what the operator calls `max_bytes`, for errors."""
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._setting = setting
+        self._num_bytes = 0
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        """The next piece; after the last one, the client's messages.
+
+        Raises:
+            ApiError: 408, nothing came for too long; 413, the body is too long.
+        """
+        if self._is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            told = f"nothing of the body came for {BODY_SECONDS:g} s; what was read before is stored"
+            raise ApiError(408, told, code="body_timeout", headers=CLOSE) from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            limit = f"{self._max_bytes} bytes ({self._setting})"
+            told = f"the body is longer than {limit}; send it in parts. What was read before is stored"
+            raise ApiError(413, told, code="body_too_large", headers=CLOSE)
+        self._is_whole = not message.get("more_body", False)
+        return message
 
 
 class _Conversation:

@@ -1,38 +1,41 @@
-"""Document writer of the front: its threads, and a length check by the model that vLLM serves."""
+"""Documents of the front as routes see them: its threads, a length check by vLLM's model, and pins of its engines."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from kvmosaic.api.document_writer import DocumentWriter
-from kvmosaic.api.errors import ApiError, known_error
-from kvmosaic.api.length_check import check_length, most_chunk_tokens
+from kvmosaic.api.errors import ApiError
+from kvmosaic.api.served_documents import ServedDocuments, check_length, most_chunk_tokens
+from kvmosaic.api.warming import WarmedDocument, WarmJob
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.errors import PromptTooLong
 from kvmosaic.extraction import extract_text
 from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
 from kvmosaic.integrations.vllm.front.settings import TENANT
+from kvmosaic.integrations.vllm.front.warming import Warming
+from kvmosaic.prompt import Document
+from kvmosaic.web.errors import as_api_error
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
-class FrontWriter(DocumentWriter):
-    """Stores documents during one request."""
+class FrontDocuments(ServedDocuments):
+    """The documents of all clients of one vLLM, during one request."""
+
+    num_warmed_at_once = 4
 
     def __init__(self, front: ComposedDocuments, scope: Scope) -> None:
         super().__init__(front.documents, TENANT, front.settings.max_body_bytes, "KVMOSAIC_MAX_BODY_BYTES")
         self._front = front
         self._scope = scope
+        self._updates = PoolUpdates(front, scope)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs slow work in one of the front's threads."""
@@ -62,6 +65,10 @@ class FrontWriter(DocumentWriter):
                 "with the answer (--max-model-len); store it in parts"
             )
 
+    def error_of(self, error: Exception) -> ApiError:
+        """Returns the error that a client sees."""
+        return as_api_error(error)
+
     async def update_cache(
         self, changed: Sequence[tuple[StoredDocument, DocumentDraft]]
     ) -> Mapping[str, Mapping[str, int]]:
@@ -71,19 +78,30 @@ class FrontWriter(DocumentWriter):
             for document, draft in changed
             if document.pinned or draft.pinned is not None or draft.priority is not None
         ]
-        await PoolUpdates(self._front, self._scope).send(claimed)
+        await self._updates.send(claimed)
         return {}
 
-    def error_of(self, error: Exception) -> ApiError:
-        """Returns the error that a client sees."""
-        return error_of(error)
+    async def update_pin(self, document: StoredDocument) -> None:
+        """Sends the pin to vLLM's engines."""
+        await self._updates.send([document])
 
+    async def update_priority(self, document: StoredDocument) -> None:
+        """Sends the priority to vLLM's engines."""
+        await self._updates.send([document])
 
-def error_of(error: Exception) -> ApiError:
-    """Returns the error that a client sees; the traceback of an unknown one goes to the log."""
-    if isinstance(error, HTTPException):  # a damaged form
-        return ApiError(error.status_code, str(error.detail))
-    if (known := known_error(error)) is not None:
-        return known
-    _log.error("a request for documents failed", exc_info=error)
-    return ApiError(500, "internal error", type="server_error", code="internal_error")
+    async def drop_deleted(self, document: StoredDocument) -> None:
+        """Releases the pin; the keys and values stay until vLLM evicts them."""
+        await self._updates.send((), was_pinned=document.pinned)
+
+    async def find_chunks(self, documents: Sequence[StoredDocument]) -> None:
+        """None: this process does not see which blocks vLLM caches."""
+
+    def check_warmable(self, model: str | None) -> None:
+        """Nothing: vLLM itself answers for its models and its queue, document by document."""
+
+    async def num_evictions(self) -> None:
+        """None: this process does not see what vLLM evicts."""
+
+    async def warm_one(self, job: WarmJob, index: int, document: Document | str) -> WarmedDocument:
+        """Computes one document by a request of one token."""
+        return await Warming(self._front, job, self._scope).run(index, document)
