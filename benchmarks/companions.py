@@ -36,8 +36,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvmosaic.bench.trace.reader import read_trace
-from kvmosaic.bench.trace.trace import Trace, TraceBlock
+from kvmosaic.bench.trace.trace import Trace, TraceBlock, read_trace
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.loaders import load
 from kvmosaic.eval.scores import score_case

@@ -269,7 +269,7 @@ def entry_index(n: int) -> Costs:
 
 def kept_keys(n: int) -> Costs:
     """Names of chunks in tiers, at their limit: whatever comes pushes the oldest out."""
-    from kvmosaic.engine.offloaded_keys import (
+    from kvmosaic.engine.chunk_offloader import (
         OffloadedKeys,  # it brings torch, which is not to be measured in other parts
     )
 

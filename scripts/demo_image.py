@@ -13,7 +13,7 @@ from rich.terminal_theme import TerminalTheme
 
 from kvmosaic.console.demo import VISITS, run_demo
 from kvmosaic.console.folder import bundled_documents
-from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.options import ModelOptions
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "images" / "demo.svg"
 THEME = TerminalTheme((27, 31, 36), (214, 219, 224), [(69, 76, 84)] * 8)

@@ -17,7 +17,7 @@ from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, RequestOutput,
 from kvmosaic.attention import BackendName
 from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.workload import TokenSource
+from kvmosaic.bench.workloads import TokenSource
 from kvmosaic.engine.self_check import run_self_check
 from kvmosaic.model import LoadedModel
 

@@ -42,7 +42,7 @@ def measure(stage: Stage) -> None:
     from vllm_plugin_engines import IN_PLACE, PLAIN, PLUGIN, Forked
 
     from kvmosaic.bench.sizes import Sizes
-    from kvmosaic.bench.workload import TokenSource
+    from kvmosaic.bench.workloads import TokenSource
 
     documents = [(3, 24)] if stage.is_dry else [(8, 512), (8, 2_048)]
     if not stage.is_dry and _device_bytes() > 100 * GIB:

@@ -18,17 +18,18 @@ from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
-from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped
 from kvmosaic.console.options import (
     AsFields,
     AsJSON,
     FixedStrategy,
     FolderOptions,
+    ModelOptions,
     PromptArguments,
     SamplingOptions,
     ServerURL,
+    Takes,
     Timeout,
+    grouped,
 )
 from kvmosaic.console.plan.command import plan
 from kvmosaic.console.vllm.commands import vllm

@@ -28,7 +28,7 @@ from kvmosaic.tiers import Deadline, Tier, TieredStore
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.files import is_draft
 from kvmosaic.tiers.disk.tier import DiskTier
-from kvmosaic.tiers.object_store.tier import ObjectTier
+from kvmosaic.tiers.object_store import ObjectTier
 from kvmosaic.tiers.redis.link import Session
 from kvmosaic.tiers.redis.tier import RedisTier
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvmosaic.bench import campaign
+from kvmosaic.bench import campaign, results
 from kvmosaic.bench.measurement import BenchRow, measure
-from kvmosaic.bench.plots import can_plot
-from kvmosaic.bench.workload import Workload
+from kvmosaic.bench.results import can_plot
+from kvmosaic.bench.workloads import Workload
 from kvmosaic.cli import app
 from kvmosaic.model.transformers_loading import dtype_on
 
@@ -62,7 +62,7 @@ def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) 
 
 
 def test_without_matplotlib_tables_and_json_still_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign, "can_plot", lambda: False)
+    monkeypatch.setattr(results, "can_plot", lambda: False)
     arguments = [*QUICK, "--workload", "question", "--engine", "on", "-o", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvmosaic.bench.models import Subject
 from kvmosaic.bench.peers import llama_gguf
 from kvmosaic.bench.peers.llama_gguf import LlamaShape, from_bfloat16, in_pairs, llama_weights, to_bfloat16, write_gguf
 from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
-from kvmosaic.bench.subject import Subject
 from kvmosaic.errors import EngineError
 from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt

@@ -18,8 +18,9 @@ from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import OFF, OWN
-from kvmosaic.bench.plots import can_plot, save_plots
+from kvmosaic.bench.plots import save_plots
 from kvmosaic.bench.report import BenchReport
+from kvmosaic.bench.results import can_plot
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.workloads import build_workloads
 

@@ -14,18 +14,16 @@ import pytest
 from support.server import RunningServer
 from typer.testing import CliRunner
 
-from kvmosaic.bench.plots import can_plot
 from kvmosaic.bench.progress import Watcher
+from kvmosaic.bench.results import can_plot
 from kvmosaic.bench.trace.command import TraceRun, replay_trace
 from kvmosaic.bench.trace.engine_replay import save_tiny_model
-from kvmosaic.bench.trace.optimum import clairvoyant
 from kvmosaic.bench.trace.prompts import PromptWriter
-from kvmosaic.bench.trace.reader import read_trace
+from kvmosaic.bench.trace.replay import FIRST_BLOCK, VARIANTS, Variant
 from kvmosaic.bench.trace.report import TraceReport
 from kvmosaic.bench.trace.server_replay import ServerReplay
-from kvmosaic.bench.trace.simulation import SimulatedCache, simulate
-from kvmosaic.bench.trace.trace import Trace, TraceRequest
-from kvmosaic.bench.trace.variant import FIRST_BLOCK, VARIANTS, Variant
+from kvmosaic.bench.trace.simulation import SimulatedCache, clairvoyant, simulate
+from kvmosaic.bench.trace.trace import Trace, TraceRequest, read_trace
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidTrace, ServerError
 from kvmosaic.eviction import POLICIES

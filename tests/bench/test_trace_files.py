@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.bench.trace.reader import MAX_LINE_BYTES, read_trace
+from kvmosaic.bench.trace.trace import MAX_LINE_BYTES, read_trace
 from kvmosaic.errors import InvalidTrace
 
 EXCERPT = Path(__file__).parent / "traces" / "ragpulse"

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.bench.sizes import FULL, QUICK, Sizes
-from kvmosaic.bench.workload import Workload
-from kvmosaic.bench.workloads import EXPECTED_REUSE, FAMILIES, build_workloads, draw, zipf_weights
+from kvmosaic.bench.workloads import EXPECTED_REUSE, FAMILIES, Workload, build_workloads, draw, zipf_weights
 from kvmosaic.errors import InvalidConfig
 
 SMALL = Sizes(4, 4, 8, 3, 4, 16, 3, 5, 20, 50, 30, 4)

@@ -9,8 +9,7 @@ from subprocess import run
 import pytest
 
 from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import MAX_BLOCKS, by_memory, parse_headroom
-from kvmosaic.capacity.tier_plan import codec_share
+from kvmosaic.capacity.plan import MAX_BLOCKS, by_memory, codec_share, parse_headroom
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange

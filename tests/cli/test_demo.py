@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvmosaic.console.demo import VISITS, Visit, VisitTimes, demo_heading, run_demo, times_table
 from kvmosaic.console.folder import bundled_documents, read_folder
-from kvmosaic.console.model_options import ModelOptions
+from kvmosaic.console.options import ModelOptions
 
 
 def test_demo_shows_answers_moves_times_and_statistics(

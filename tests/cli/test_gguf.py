@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.cli import app
-from kvmosaic.console.model_options import loading_text
+from kvmosaic.console.options import loading_text
 
 DEVICE = ("--device-memory", "2GiB", "--documents", "100", "--tokens-per-document", "100", "--json")
 

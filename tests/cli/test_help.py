@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvmosaic import __version__
 from kvmosaic.cli import app
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.console.option_groups import option_type
+from kvmosaic.console.options import option_type
 from kvmosaic.layout import ChunkContext
 from kvmosaic.server.options import serve_app
 

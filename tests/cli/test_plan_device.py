@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.capacity.machine import memory_here
+from kvmosaic.capacity.model_facts import memory_here
 from kvmosaic.cli import app
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 from kvmosaic.model.load import load_model

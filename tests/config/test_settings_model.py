@@ -14,7 +14,7 @@ from typer.main import get_command
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.cli import app
 from kvmosaic.config import CONFIGS, LLMConfig, ModelConfig, flag_of, setting_named, settings_of
-from kvmosaic.console.option_groups import option
+from kvmosaic.console.options import option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.settings import ServerSettings
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.cache import Key
-from kvmosaic.engine.offloaded_keys import MAX_NAMES, OffloadedKeys
+from kvmosaic.engine.chunk_offloader import MAX_NAMES, OffloadedKeys
 
 
 @dataclass

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.engine import Request, Sequence
+from kvmosaic.engine.admission import WaitingQueue
 from kvmosaic.engine.placement import PlacedPrompt
-from kvmosaic.engine.waiting_queue import WaitingQueue
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import Answer, SamplingParams

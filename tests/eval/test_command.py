@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvmosaic.bench.plots import can_plot
+from kvmosaic.bench.results import can_plot
 from kvmosaic.cli import app
 from kvmosaic.eval.plot import draw_plot
 from kvmosaic.eval.report import EvalReport

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from kvmosaic import LLM, ChunkCacheConfig
 from kvmosaic.capacity import read_model
-from kvmosaic.capacity.gguf_facts import read_gguf_facts
+from kvmosaic.capacity.model_facts import read_gguf_facts
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.llama import interface

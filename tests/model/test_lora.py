@@ -23,7 +23,7 @@ from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
 from kvmosaic.model.lora import LoraAdapter, adapter_scope, attach, merge, read_adapter, write_adapter
-from kvmosaic.model.lora.linear import AdaptedRows
+from kvmosaic.model.lora.attach import AdaptedRows
 from kvmosaic.prompt import Prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)

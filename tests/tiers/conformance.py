@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import DamagedEntry
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, Tier
-from kvmosaic.tiers.peek import Peeking, peek
+from kvmosaic.tiers.breaker import Peeking, peek
 
 QUOTA = 1000
 KEYS = [Key(bytes([number, 7]) * 16) for number in range(8)]

@@ -19,7 +19,7 @@ from tiers.conformance import KEYS, TierConformance, entry_of
 from kvmosaic.errors import InvalidConfig, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.object_store.tier import ObjectTier
+from kvmosaic.tiers.object_store import ObjectTier
 
 KEY = KEYS[0]
 
@@ -275,7 +275,7 @@ def test_memory_is_a_store_for_tests() -> None:
 def test_a_process_that_ends_right_after_a_scan_ends_well(how: str) -> None:
     program = f"""
 from kvmosaic.tiers import Deadline
-from kvmosaic.tiers.object_store.tier import ObjectTier
+from kvmosaic.tiers.object_store import ObjectTier
 tier = ObjectTier.from_url("memory:")
 tier.put_many({{bytes(32): b"entry"}}, Deadline(10))
 list(tier.scan(Deadline(10)))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.bench.bench_command import Threads
-from kvmosaic.console.option_groups import grouped, option
+from kvmosaic.console.options import grouped, option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.commands import QuestionOptions
 

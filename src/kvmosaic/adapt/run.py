@@ -14,7 +14,7 @@ from rich.table import Table
 from kvmosaic.adapt.corpus import Corpus, invented_questions
 from kvmosaic.adapt.trainer import AdaptSettings, Evaluated, Trained, Trainer
 from kvmosaic.assembly import BUNDLED_READER, bundled_reader, usual_context
-from kvmosaic.bench.plots import can_plot
+from kvmosaic.bench.results import can_plot
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
 from kvmosaic.eval.commands import QuestionOptions

@@ -2,7 +2,6 @@
 
 from kvmosaic.attention.backend_choice import BackendName, ChosenBackend, choose_backend
 from kvmosaic.attention.composed import KVPiece, composed_attention
-from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
 from kvmosaic.attention.paged import paged_attention
@@ -19,7 +18,7 @@ from kvmosaic.attention.reads import (
 )
 from kvmosaic.attention.rolling import BlockKVCache, sink_distance
 from kvmosaic.attention.step import StepAttention, Write
-from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend, attend_plain
+from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, TorchBackend, attend_plain
 
 __all__ = [
     "ORDINARY_ROWS",

@@ -8,11 +8,15 @@ that share a key head are packed side by side.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from kvmosaic.attention.reads import PoolName, ReadPlan
+from kvmosaic.rope import RotationTables
 
 _MAX_SCORES = 1 << 25
 """Max scores held at once by `attend_plain`."""
@@ -150,3 +154,42 @@ def attend_plain(
         outputs.append(torch.einsum("rgjs,sgd->rgjd", weights, values).flatten(1, 2))
         sums.append(lse.flatten(1, 2))
     return torch.cat(outputs).to(query.dtype), torch.cat(sums)
+
+
+Pools = Mapping[PoolName | None, tuple[Float[Tensor, "_ G D"], Float[Tensor, "_ G Dv"]]]
+"""Keys [slots, G, D] and values [slots, G, Dv] of every pool; None: those of the step's own rows."""
+
+
+@runtime_checkable
+class PlanReader(Protocol):
+    """Reads one plan, layer after layer."""
+
+    def attend(
+        self,
+        query: Float[Tensor, "T H D"],
+        pools: Pools,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+        tables: RotationTables | None = None,
+    ) -> tuple[Float[Tensor, "T H Dv"], Float[Tensor, "T H"]] | None:
+        """All calls of the plan, with rotated queries, merged.
+
+        Args:
+            query: [T, H, D], rotated at its own positions.
+            pools: the pools that the calls name.
+            scaling: factor on the scores.
+            softcap: scores become softcap * tanh(score / softcap).
+            tables: rotate the R stacked queries; None: nothing is moved.
+
+        Returns:
+            outputs [T, H, Dv] and log-sum-exp [T, H]; None if the backend does not support this layer.
+        """
+
+
+@runtime_checkable
+class LayerBackend(Protocol):
+    """Optional capability of an `AttentionBackend`."""
+
+    def plan_reader(self, plan: ReadPlan) -> PlanReader:
+        """Creates a reader for the layers that share this plan, for one step."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvmosaic.bench.sizes import LIMITS, PRESETS, Sizes
-from kvmosaic.console.option_groups import choice, grouped, option
-from kvmosaic.console.options import AsReport, FixedStrategy, Output
+from kvmosaic.console.options import AsReport, FixedStrategy, Output, choice, grouped, option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import POLICIES
 

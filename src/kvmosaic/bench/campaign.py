@@ -16,19 +16,17 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from kvmosaic.bench.facts import facts
 from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import TokenCost
+from kvmosaic.bench.models import TokenCost, open_subject
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
-from kvmosaic.bench.plots import can_plot, save_plots
+from kvmosaic.bench.plots import save_plots
 from kvmosaic.bench.progress import ProgressBar, Watcher
 from kvmosaic.bench.report import BenchReport
+from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes
-from kvmosaic.bench.subject import open_subject
-from kvmosaic.bench.workload import Workload
-from kvmosaic.bench.workloads import build_workloads
+from kvmosaic.bench.workloads import Workload, build_workloads
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
@@ -162,10 +160,5 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
         console.print(report.to_tables(console.width))
     if output is not None:
         name = f"bench-{Path(campaign.model).resolve().name}-{campaign.preset}"
-        paths = report.save(output, name)
-        if can_plot():
-            paths += save_plots(report, output, name)
-        else:
-            notices.print("no plots: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
-        notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
+        save_report(report, output, name, lambda: save_plots(report, output, name), notices, plots="plots")
     return report

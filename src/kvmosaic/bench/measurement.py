@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmosaic.bench.peers.peer import BatchTimes, Peer
-from kvmosaic.bench.workload import Workload
+from kvmosaic.bench.workloads import Workload
 
 Progress = Callable[[str], None]
 """Called after every batch with its name."""

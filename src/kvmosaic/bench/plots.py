@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _HEIGHT = 7.0, 4.2
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def save_plots(report: BenchReport, folder: Path, name: str) -> list[Path]:

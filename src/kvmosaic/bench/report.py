@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -13,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.bench.limits import Limits
-from kvmosaic.bench.markdown import markdown_table
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import TokenCost
 from kvmosaic.bench.peers.peer import OWN
 from kvmosaic.bench.sizes import Sizes
-from kvmosaic.console.text import duration_text, printable, size_text
+from kvmosaic.console.text import duration_text, markdown_table, printable, size_text
 
 FORMAT = 2
 """Version of the JSON."""
@@ -109,14 +107,6 @@ class BenchReport:
         ]
         legend = f"{LEGEND}; in {_WIDE_COLUMNS} columns or with --output all of it is shown" if is_narrow else LEGEND
         return Group(*parts, Text("\n" + legend, style="dim"))
-
-    def save(self, folder: Path, name: str) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.json", folder / f"{name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
 
 
 def _heading(report: BenchReport) -> str:

@@ -2,8 +2,7 @@
 
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.model_facts import ModelFacts, read_model
-from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, Stage, plan_capacity
-from kvmosaic.capacity.tier_plan import TierPlan
+from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, Stage, TierPlan, plan_capacity
 
 __all__ = [
     "CapacityPlan",

@@ -1,4 +1,7 @@
-"""Model facts: weights, and KV cache per token; read from a config.json, a GGUF file, a family, or a hub name."""
+"""Model facts: weights, and KV cache per token; read from a config.json, a GGUF file, a family, or a hub name.
+
+And what this machine makes of them. torch is imported where a model is built or the device is asked.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.layers.geometry import LayerShape
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,55 @@ def read_model(name_or_path: str | Path, *, dtype: str = "auto") -> ModelFacts:
     return count(build_without_memory(config, chosen), name, "; ".join(notes))
 
 
+def read_gguf_facts(path: Path, kv_cache_dtype: str = "auto") -> ModelFacts:
+    """Facts of a GGUF file that llama.cpp runs as it is; only the header is read.
+
+    Weights are counted in the bits of the file, and keys and values in those of the cache.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, InvalidConfig: see `load_llama`.
+    """
+    from kvmosaic.assembly import MAX_LLAMA_CELLS
+    from kvmosaic.llama.model import CACHE_BITS, cache_type_of, layers_of
+    from kvmosaic.model.formats.gguf.file import read_gguf
+    from kvmosaic.model.formats.gguf.weights import quantization_name
+
+    header, cache_type = read_gguf(path), cache_type_of(kv_cache_dtype)
+    return ModelFacts(
+        name=header.name,
+        dtype=quantization_name(header),
+        element_bytes=CACHE_BITS[cache_type] / 8,
+        num_parameters=header.num_numbers,
+        weight_bytes=header.num_bytes - header.data_start,
+        max_positions=header.stated("context_length"),
+        layers=layers_of(header),
+        note="weights are counted as the file has them; on top come cells of llama.cpp for up to "
+        f"{MAX_LLAMA_CELLS:,} tokens of documents, and its masks; keys and values in {cache_type}",
+    )
+
+
+def dtype_here(stored: str) -> str:
+    """Returns the dtype that `load_model` chooses on this machine for a checkpoint in `stored`."""
+    import torch
+
+    from kvmosaic.model.transformers_loading import dtype_on
+
+    return str(dtype_on(_device(), getattr(torch, stored))).removeprefix("torch.")
+
+
+def memory_here() -> int:
+    """Bytes of memory of this machine's device, as the engine counts it."""
+    from kvmosaic.memory.storage import device_memory_bytes
+
+    return device_memory_bytes(_device())
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _configuration(text: str) -> tuple[Any, str, str]:
     """Returns a configuration, its display name, and a note on its sizes, if there is one."""
     from transformers import CONFIG_MAPPING
@@ -184,7 +239,7 @@ def _of_family(kind: str, settings: dict[str, Any]) -> Any:
 def _from_hub(name: str) -> Any:
     from transformers import AutoConfig
 
-    from kvmosaic.model.hub import hub_options
+    from kvmosaic.model.formats import hub_options
 
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **hub_options(name))

@@ -5,16 +5,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvmosaic.capacity.demand import Demand, Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 from kvmosaic.capacity.model_facts import ModelFacts
-from kvmosaic.capacity.tier_plan import Codec, TierPlan, plan_tier
 from kvmosaic.config import ChunkCacheConfig, parse_bytes
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.tiers import parse_tier_url
 
+Codec = Literal["none", "int8"]
+
+_GROUP = 64
+"""Numbers that share a scale of 2 bytes."""
 MAX_BLOCKS = 2**24
 """Maximum number of blocks of a pool, whatever the memory (`memory.budget`)."""
+DEFAULT_HEADROOM = "10%"
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier below the device."""
+
+    kind: str
+    """`host`, `disk`, `redis` or `object`."""
+    quota_bytes: int | None
+    """Quota in bytes; None: unlimited, or unknown."""
+    entry_bytes: int
+    """Of one document; its header and tokens, a few bytes per token, are left out."""
+    kept: int | None
+    """Documents that fit into the quota."""
+    found: float = 0.0
+    """Share of requested documents found here, but not on the device or in an earlier tier."""
+
+
+def plan_tier(url: str, model: ModelFacts, tokens_per_document: int, codec: Codec = "none") -> TierPlan:
+    """Counts the documents that fit into a tier; opens nothing.
+
+    Raises:
+        InvalidConfig: an invalid URL or codec.
+    """
+    spec = parse_tier_url(url)
+    entry = max(1, round(codec_share(codec, model.element_bytes) * tokens_per_document * model.kv_bytes_per_token))
+    kept = None if spec.quota_bytes is None else spec.quota_bytes // entry
+    return TierPlan(spec.kind, spec.quota_bytes, entry, kept)
+
+
+def codec_share(codec: Codec, element_bytes: float) -> float:
+    """Of the bytes of keys and values, what an entry takes.
+
+    Raises:
+        InvalidConfig: no such codec.
+    """
+    shares = {"none": 1.0, "int8": (1 + 2 / _GROUP) / element_bytes}
+    if codec not in shares:
+        raise InvalidConfig(f"codec is {codec!r}; choose from {', '.join(shares)}")
+    return shares[codec]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +160,6 @@ def blocks_of(num_tokens: int, block_size: int) -> int:
 def _gib(num_bytes: int) -> str:
     """In GiB; what would read as 0.00 of them in bytes."""
     return f"{num_bytes / 2**30:,.2f} GiB" if not 0 < num_bytes < 2**30 / 100 else f"{num_bytes:,} bytes"
-
-
-DEFAULT_HEADROOM = "10%"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,203 @@
-"""All settings of an `LLM`, from flat names as options, variables and files have them."""
+"""Settings of an `LLM`: model, engine and tiers, and all together from flat names as options and files have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from kvmosaic.config.chunk_cache import ChunkCacheConfig
-from kvmosaic.config.engine import EngineConfig
-from kvmosaic.config.model import ModelConfig
-from kvmosaic.config.setting import Setting, Unset, settings_of
-from kvmosaic.config.tiers import TierConfig
+from kvmosaic.config.setting import (
+    Setting,
+    Unset,
+    parse_bytes,
+    parse_optional_bytes,
+    setting,
+    settings_of,
+    validate_settings,
+)
+from kvmosaic.errors import InvalidConfig
+from kvmosaic.tools import TOOL_FORMATS
+
+_model = partial(setting, panel="Model")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """How a model is loaded: keyword arguments of `LLM`. `load_model` checks them, since that needs torch."""
+
+    dtype: str = _model(
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        help="Type of the weights and of the cache.",
+    )
+    device: str = _model("auto", max_length=64, metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")
+    prepack: bool | Literal["auto", "always", "never"] = _model(
+        "auto",
+        help="Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about "
+        "twice as fast; auto: on CPUs that compute in bfloat16.",
+    )
+    engine: Literal["auto", "transformers", "llama"] = _model(
+        "auto",
+        help="What computes: transformers, which dequantizes GGUF files, or llama.cpp (llama), which runs them as they "
+        "are; auto: llama.cpp for GGUF files where it is installed.",
+    )
+    kv_cache_dtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = _model(
+        "auto", help="Type of cached keys and values in llama.cpp; auto: f16."
+    )
+    tool_format: str = _model(
+        "auto",
+        choices=("auto", *TOOL_FORMATS),
+        help="How the model writes tool calls; auto: as its chat template does.",
+    )
+    adapter: tuple[str, ...] = _model(
+        (),
+        metavar="[NAME=]FOLDER",
+        help="Low-rank adapter (LoRA) that kvmosaic adapt or PEFT wrote; several may be given. The first one computes "
+        "prompts with documents, ordinary prompts are the base model's.",
+    )
+    merge_adapter: bool = _model(
+        False, help="Add the only adapter to the weights: it computes all prompts, and costs no time."
+    )
+    trust_remote_code: bool = _model(False, help="Run Python code that comes with the checkpoint.")
+    enable_chunk_cache: bool = _model(
+        True, panel="Chunk cache", help="Compose prompts from cached documents; off, they are ordinary prompts."
+    )
+    profile: bool | str | Path = _model(
+        True,
+        panel="Chunk cache",
+        flag_default="auto",
+        max_length=4_096,
+        metavar="auto | none | FILE",
+        help="What kvmosaic tune found for this model: auto: kvmosaic_profile.json in its folder, if it is there; "
+        "none; or a file.",
+    )
+
+
+_engine = partial(setting, panel="Engine")
+_size = partial(_engine, max_length=32, metavar="SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How much the engine runs at once."""
+
+    max_num_batched_tokens: int = _engine(
+        2_048,
+        low=1,
+        high=2**20,
+        help="Maximum tokens of one step: missing chunks, questions and one token for every running answer.",
+    )
+    max_num_seqs: int = _engine(64, low=1, high=65_536, help="Maximum of running sequences.")
+    max_waiting: int = _engine(
+        100_000, low=1, high=10**7, help="Maximum of requests that wait in the engine; more are refused."
+    )
+    request_cache_size: int | str = _size(
+        "1GiB", check=parse_bytes, help="Memory for prefixes, questions and answers, such as 512MiB."
+    )
+    max_model_len: int | None = _engine(
+        None,
+        low=1,
+        high=2**27,
+        panel="Model",
+        unset="what the model allows",
+        help="Maximum positions of one sequence.",
+    )
+    enable_prefix_caching: bool = _engine(
+        True, help="Keep the blocks of system texts, questions and answers for requests that begin alike."
+    )
+    num_threads: int | None = _engine(
+        None,
+        low=1,
+        high=1024,
+        unset="one per core, or fewer where the container may use less",
+        help="Threads that compute on a CPU, in the whole process.",
+    )
+    preemption: Literal["auto", "recompute", "swap"] = _engine(
+        "auto",
+        help="Preempted answers: computed again (recompute), moved to host memory and back (swap), or whichever was "
+        "measured to be faster (auto).",
+    )
+    swap_space: int | str | None = _size(
+        "256MiB",
+        check=parse_optional_bytes,
+        help="Maximum host memory for preempted answers; 0: they are computed again.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_settings(self)
+        if self.preemption == "swap" and not self.swap_bytes:
+            raise InvalidConfig(
+                f"preemption='swap' needs memory of the host, and swap_space is {self.swap_space!r}; give it a size "
+                "such as '1GiB', or choose preemption='recompute'"
+            )
+
+    @property
+    def swap_bytes(self) -> int:
+        """`swap_space` in bytes; 0 without it."""
+        return parse_optional_bytes(self.swap_space)
+
+
+MAX_TIERS = 8
+MIN_SECRET_CHARACTERS, MAX_SECRET_CHARACTERS = 8, 1024
+
+_tiers = partial(setting, panel="Tiers")
+_tier_size = partial(_tiers, max_length=32, metavar="SIZE", check=parse_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Where chunks are kept when the device has no room for them, and how."""
+
+    chunk_tier: tuple[str | Any, ...] = _tiers(
+        (),
+        metavar="URL",
+        is_secret=True,
+        help="Where chunks are kept beyond the device: host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://…; "
+        "several may be given, the fastest first.",
+    )
+    chunk_codec: Literal["none", "int8"] = _tiers(
+        "none", help="How numbers are stored there: as they are, or in eight bits, which changes answers a little."
+    )
+    chunk_secret: str | None = _tiers(
+        None,
+        is_secret=True,
+        help="Without it an entry can be neither made nor changed; 8 to 1024 characters.",
+    )
+    chunk_pending: int | str = _tier_size(
+        "512MiB", help="Maximum memory for chunks queued for writing; more are not stored."
+    )
+    chunk_staged: int | str = _tier_size("512MiB", help="Maximum memory for chunks prefetched for waiting requests.")
+    chunk_loading: Literal["auto", "always"] = _tiers(
+        "auto",
+        help="Load a chunk where that is expected to be faster than computing it, or wherever a tier has it, which "
+        "spares the processor and does not depend on how fast the machine is.",
+    )
+
+    def __post_init__(self) -> None:
+        tiers = self.chunk_tier
+        if isinstance(tiers, str) or not isinstance(tiers, tuple | list):
+            raise InvalidConfig(
+                f"chunk_tier must be a list such as ('host:4GiB', 'disk:/path?quota=100GiB'), got {tiers!r}"
+            )
+        if len(tiers) > MAX_TIERS:
+            raise InvalidConfig(f"{len(tiers)} tiers are too many; give at most {MAX_TIERS}")
+        object.__setattr__(self, "chunk_tier", tuple(tiers))
+        validate_settings(self)
+        secret = self.chunk_secret
+        if secret is not None and not (isinstance(secret, str) and is_secret_text(secret)):
+            given = f"{len(secret):,} characters" if isinstance(secret, str) else type(secret).__name__
+            raise InvalidConfig(
+                f"chunk_secret must be a text of 8 to 1024 characters, got {given}; leave it out to have none"
+            )
+
+
+def is_secret_text(secret: str) -> bool:
+    """Whether a text can be the secret of tiers."""
+    return MIN_SECRET_CHARACTERS <= len(secret) <= MAX_SECRET_CHARACTERS
+
 
 CONFIGS: Final = (ModelConfig, ChunkCacheConfig, TierConfig, EngineConfig)
 """The configurations of an `LLM`; no two of them have a field of the same name."""

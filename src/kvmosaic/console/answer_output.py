@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import reuse_strip, reuse_table
 from kvmosaic.console.text import duration_text, printable

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from kvmosaic.console.answer_output import stream_answer
 from kvmosaic.console.folder import read_folder
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import compose
 from kvmosaic.console.reuse import reuse_sentence, reuse_strip
-from kvmosaic.console.text import duration_text, one_line, printable, shrinking, size_text
+from kvmosaic.console.text import duration_text, fact_table, one_line, printable, shrinking, size_text
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
@@ -63,9 +63,7 @@ def times_table(times: Sequence[VisitTimes]) -> Table:
 
 def statistics_table(statistics: ChunkCacheStats, bytes_per_block: int) -> Table:
     """Returns a table of the chunk cache after the last question."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     used_bytes = statistics.used_blocks * bytes_per_block
     for name, value in (
         ("chunk lookups", f"{statistics.lookups}: {statistics.hits} hits, {statistics.misses} misses"),

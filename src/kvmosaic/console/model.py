@@ -14,15 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.console.model_options import ModelOptions, open_llm
-from kvmosaic.console.text import printable, size_text
+from kvmosaic.console.options import ModelOptions, open_llm
+from kvmosaic.console.text import fact_table, printable, size_text
 from kvmosaic.errors import TierError
 
 if TYPE_CHECKING:
     from kvmosaic.assembly import AnyModel
     from kvmosaic.engine.self_check import SelfCheck
     from kvmosaic.layers import LayerShape
-    from kvmosaic.llama.tokenizer_check import TokenDifference
+    from kvmosaic.llama.load_checks import TokenDifference
     from kvmosaic.rope import Rotation
     from kvmosaic.tiers import Tier
 
@@ -45,9 +45,7 @@ def memory_table(model: AnyModel, num_tokens: int, num_blocks: int, block_size: 
     """Bytes of keys and values: per token, and for a prompt of this many tokens in this many blocks."""
     per_token = model.bytes_per_token()
     stored = [layer for layer in model.layers if layer.is_stored]
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     table.add_row("one token", Text(f"{size_text(per_token)} = {memory_formula(stored, per_token)}"))
     size = size_text(per_token * block_size * num_blocks)
     blocks = f"{num_blocks:,} blocks of {block_size} tokens"
@@ -170,9 +168,7 @@ def tier_table(answers: dict[Tier, str]) -> Table:
 
 def model_table(name: str, model: AnyModel, attention: str) -> Table:
     """Returns name, kind and size of a model, and its attention backend."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     limit = "no limit" if model.max_positions is None else f"{model.max_positions:,}"
     table.add_row("model", Text(f"{printable(name)} ({model.kind})"))
     table.add_row("parameters", Text(f"{model.num_parameters:,} {model.weights_text}"))

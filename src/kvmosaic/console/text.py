@@ -1,11 +1,12 @@
-"""Text that is safe to print: file names and answers must not steer the terminal."""
+"""Text that is safe to print: file names and answers must not steer the terminal; tables of it."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from rich.table import Table
 from rich.text import Text
 
 Item = TypeVar("Item")
@@ -60,3 +61,17 @@ def duration_text(seconds: float | None) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2f} ms"
+
+
+def fact_table() -> Table:
+    """A table of two columns: what it is, and a fact about it."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; bars in cells are escaped."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from kvmosaic.cache import KVCache, SpanAllocation
 from kvmosaic.config import EngineConfig
-from kvmosaic.engine.admission import Admission
+from kvmosaic.engine.admission import Admission, WaitingQueue
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption
@@ -26,7 +26,6 @@ from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine.waiting_queue import WaitingQueue
 from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import OutOfBlocks
 

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped
-from kvmosaic.console.options import AsReport, Output
+from kvmosaic.console.options import AsReport, ModelOptions, Output, Takes, grouped
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair.parser import FORMS
 
@@ -175,7 +173,7 @@ def eval_command(
     )
     found = asked.cases(tasks, _learned(USUAL_TASKS, model.model), cases)
 
-    from kvmosaic.eval.evaluate import run_evaluation
+    from kvmosaic.eval.measure import run_evaluation
 
     run_evaluation(model, found, (full, OTHER_ORDER, *others), asked.seed, output, as_json=as_json, log=resume)
 

@@ -1,4 +1,4 @@
-"""Model loading and measurement with progress, shared by `kvmosaic eval` and `kvmosaic tune`."""
+"""Model loading and measurement with progress, shared with `kvmosaic tune`; and the run of `kvmosaic eval`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, adapter_folders, open_model
-from kvmosaic.bench.facts import facts
+from kvmosaic.bench.models import weigh
+from kvmosaic.bench.results import facts, save_report
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.report import NARROW_HEADINGS, narrow_cells, percent, terminal_table, way_text
-from kvmosaic.eval.rows import TaskRow
+from kvmosaic.eval.plot import save_plot
+from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, terminal_table, way_text
+from kvmosaic.eval.rows import Summary, TaskRow, summarize
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.scores import check_metrics
-from kvmosaic.eval.summary import Summary, summarize
 from kvmosaic.eval.variants import Variant
+from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
 
 _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
@@ -204,3 +206,51 @@ def measure(
     finally:
         torch.set_num_threads(threads_before)
     return Measured(model, evaluation, machine, time.monotonic() - begin)
+
+
+def run_evaluation(
+    opening: EvalModel,
+    cases: Sequence[Case],
+    ways: Sequence[Variant],
+    seed: int,
+    output: Path | None = None,
+    *,
+    as_json: bool = False,
+    log: Path | None = None,
+) -> EvalReport:
+    """Evaluates, prints, and writes JSON, Markdown and a plot into `output` if it is given.
+
+    Raises:
+        KVMosaicError: the model cannot be loaded, or a setting cannot work.
+    """
+    notices, console = Console(stderr=True), Console()
+    measured = measure(opening, cases, ways, notices, log=log)
+    rows = measured.evaluation.rows
+    asked = {reading.case for row in rows for reading in row.readings}
+    report = EvalReport(
+        opening.name,
+        _about(measured.model),
+        seed,
+        measured.machine,
+        [case for case in cases if case.id in asked],
+        rows,
+        measured.evaluation.notes,
+        measured.seconds,
+    )
+    if as_json:
+        console.file.write(report.to_json())
+    else:
+        console.print(report.to_tables(console.width))
+    if output is not None:
+        name = f"eval-{report.model}"
+        save_report(report, output, name, lambda: [save_plot(report, output / f"{name}.png")], notices)
+    return report
+
+
+def _about(model: AnyModel) -> str:
+    if not isinstance(model, LoadedModel):
+        return f"{model.num_parameters / 1e6:.1f} M parameters, {model.kind}, {model.weights_text}"
+    parameters = weigh(model.config, model.dtype.itemsize, 0).num_parameters
+    dtype = str(model.dtype).removeprefix("torch.")
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+    return f"{parameters / 1e6:.1f} M parameters, {dtype}, {device}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmosaic.eval.report import EvalReport
-from kvmosaic.eval.summary import Summary
+from kvmosaic.eval.rows import Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

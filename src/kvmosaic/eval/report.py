@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.text import duration_text, printable
+from kvmosaic.console.text import duration_text, markdown_table, printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.rows import TaskRow
-from kvmosaic.eval.summary import Summary, findings, summarize
+from kvmosaic.eval.rows import Summary, TaskRow, findings, summarize
 from kvmosaic.eval.variants import Variant
 
 SUMMARY_HEADINGS = (
@@ -105,12 +103,6 @@ def task_table(rows: Sequence[TaskRow], *, with_context: bool) -> tuple[tuple[st
 
 def _whole_percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
-
-
-def markdown_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; bars in cells do not end them."""
-    rows = [headings, ["---"] * len(headings), *lines]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def terminal_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
@@ -227,14 +219,6 @@ class EvalReport:
             *said,
             Text("\n" + LEGEND, style="dim"),
         )
-
-    def save(self, folder: Path, name: str) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.json", folder / f"{name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
 
     def _heading(self) -> str:
         facts = self.facts

@@ -20,8 +20,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.measure import EvalModel, Measured, measure
 from kvmosaic.eval.report import increase, percent, terminal_table, way_text
-from kvmosaic.eval.rows import TaskRow
-from kvmosaic.eval.summary import Summary, doubts, similar_text, summarize
+from kvmosaic.eval.rows import Summary, TaskRow, doubts, similar_text, summarize
 from kvmosaic.eval.tuner import Tuned, choose
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal, Profile, TaskResult, write_profile

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.report import percent
-from kvmosaic.eval.rows import TaskRow
-from kvmosaic.eval.summary import Summary, nearness_text, summarize
+from kvmosaic.eval.rows import Summary, TaskRow, nearness_text, summarize
 from kvmosaic.tuned_settings import Goal
 
 LADDER = (

@@ -16,9 +16,8 @@ from kvmosaic.layers.geometry import FULL, MaskSpec
 from kvmosaic.layout import Layout, LayoutAdapter
 from kvmosaic.llama.interface import bindings, build_name, build_text
 from kvmosaic.llama.library import CACHE_TYPES, LlamaFile
-from kvmosaic.llama.limits import why_unreadable
-from kvmosaic.llama.positions import measure_positions
-from kvmosaic.llama.tokenizer_check import TokenDifference, token_differences
+from kvmosaic.llama.load_checks import TokenDifference, measure_positions, token_differences
+from kvmosaic.llama.views import why_unreadable
 from kvmosaic.model.formats.gguf.file import GgufFile, read_gguf
 from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer
 from kvmosaic.model.formats.gguf.weights import alone, identity, sampling_of

@@ -17,12 +17,11 @@ from kvmosaic.cache import BlockCopy
 from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.library import LlamaContext, Rows
-from kvmosaic.llama.limits import NUM_SEQUENCES
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
 from kvmosaic.llama.tiles import TILE, TILED_TYPES, Part, is_shorter_apart, num_padding, row_cost
-from kvmosaic.llama.views import UNLIMITED, SequenceView, SlotRun, Target, spans_of
+from kvmosaic.llama.views import NUM_SEQUENCES, UNLIMITED, SequenceView, SlotRun, Target, spans_of
 from kvmosaic.model.runner import SpanRows
 
 _SPARE_CELLS = 1

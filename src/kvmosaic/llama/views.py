@@ -1,4 +1,4 @@
-"""Views: which slots rows read, and the sequences of llama.cpp that show them."""
+"""Views: which slots rows read, the sequences of llama.cpp that show them, and layouts that none can show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvmosaic.layout import Layout, later_tokens_seen
 from kvmosaic.llama.state import SavedState
 
 UNLIMITED = 1 << 31
@@ -141,3 +142,32 @@ def meets(run: SlotRun, slots: set[int]) -> bool:
     if run.num_tokens > len(slots):
         return any(run.first <= slot < last for slot in slots)
     return any(slot in slots for slot in range(run.first, last))
+
+
+NUM_SEQUENCES = 255
+"""Sequences of a context: the most that llama.cpp allows, but one, which pads forwards."""
+
+
+def why_unreadable(layout: Layout, window: int) -> str:
+    """The reason, with the way out; empty when it can be read. Without windows everything can.
+
+    Args:
+        layout: of a prompt.
+        window: tokens that a token sees in layers with a sliding window; 0: all.
+    """
+    if not window:
+        return ""
+    if text := later_tokens_seen(layout):
+        return (
+            f"{text}, which llama.cpp hides from models with sliding windows; use position_offsets that do not "
+            "overlap, or engine='transformers'"
+        )
+    for span in layout.spans:
+        seen = max((layout.spans[view.span].end + view.distance for view in span.views), default=span.start)
+        if span.start - seen > window - 2:
+            return (
+                f"{span.segment.label} begins at position {span.start:,} and what it sees ends at {seen:,}: "
+                f"{span.start - seen:,} positions are left empty, and this model allows {window - 2:,} in llama.cpp, "
+                "less than its window; use a smaller position_offset, preamble='all', or engine='transformers'"
+            )
+    return ""

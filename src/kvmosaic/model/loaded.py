@@ -23,7 +23,7 @@ from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pin
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.lora import LoraAdapter, attach, computes_keys_of_base, uncalled_layers
 from kvmosaic.model.probe.probe import num_learned_positions, probe_layers
-from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.sampling.params import FOLLOWED
 
 _MAX_POSITIONS = 2**27
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")

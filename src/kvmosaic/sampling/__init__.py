@@ -1,7 +1,6 @@
 """Sampling of tokens, detokenization, and request outputs."""
 
 from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all
-from kvmosaic.sampling.defaults import default_sampling
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import (
     CompletionOutput,
@@ -12,7 +11,13 @@ from kvmosaic.sampling.output import (
     RequestOutput,
     ScoreOutput,
 )
-from kvmosaic.sampling.params import DEFAULT_SINK_TOKENS, MAX_TOKENS, MAX_WINDOW_TOKENS, SamplingParams
+from kvmosaic.sampling.params import (
+    DEFAULT_SINK_TOKENS,
+    MAX_TOKENS,
+    MAX_WINDOW_TOKENS,
+    SamplingParams,
+    default_sampling,
+)
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
 from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings

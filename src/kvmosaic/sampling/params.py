@@ -1,7 +1,8 @@
-"""Sampling parameters: how tokens are sampled and when an answer ends."""
+"""Sampling parameters: how tokens are sampled and when an answer ends, and the defaults that a model declares."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +20,10 @@ MAX_STOP_IDS = 4_096
 MAX_LOGPROBS = 1_000
 MAX_WINDOW_TOKENS = 2**27
 DEFAULT_SINK_TOKENS = 4
+FOLLOWED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The fields of a generation configuration that are used, as in vLLM."""
+
+logger = logging.getLogger("kvmosaic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,3 +206,28 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     for number in numbers:
         _check_whole(f"a {name.replace('_', ' ')} token id", number, 0, 2**31 - 1)
     return tuple(dict.fromkeys(numbers))
+
+
+def default_sampling(declared: Mapping[str, Any]) -> SamplingParams:
+    """`SamplingParams()`, overridden by a model's generation configuration.
+
+    An explicit `do_sample: false` means temperature 0, whatever the temperature beside it says, as in transformers.
+
+    Args:
+        declared: fields of the configuration; None is the same as an absent one. A value that `SamplingParams` would
+            refuse is ignored with a log line: the model can be used without it.
+    """
+    usable: dict[str, Any] = {}
+    for name in FOLLOWED:
+        value = declared.get(name)
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidSampling as error:
+            logger.warning("the model's generation_config.json is not followed in one value: %s", error)
+        else:
+            usable[name] = value
+    if declared.get("do_sample") is False:
+        usable["temperature"] = 0.0
+    return SamplingParams(**usable)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvmosaic.errors import InvalidSampling
+from kvmosaic.tools.request import is_deeper
 
 MAX_SCHEMA_BYTES = 131_072
 MAX_SCHEMA_DEPTH = 64
@@ -132,7 +133,7 @@ def _schema(schema: object) -> str:
             raise InvalidSampling(f"the JSON schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise InvalidSampling(f"a JSON schema must be an object, got {schema!r:.80}")
-    if _is_deeper(schema, MAX_SCHEMA_DEPTH):
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise InvalidSampling(
             f"the JSON schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten it, or use $ref"
         )
@@ -144,8 +145,3 @@ def _schema(schema: object) -> str:
     if size > MAX_SCHEMA_BYTES:
         raise InvalidSampling(f"the JSON schema has {size} bytes; at most {MAX_SCHEMA_BYTES} are allowed")
     return text
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return not levels or any(_is_deeper(part, levels - 1) for part in parts)

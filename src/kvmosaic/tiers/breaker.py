@@ -1,4 +1,4 @@
-"""Circuit breaker of a tier: fails calls fast while the tier fails, and probes it in the background."""
+"""Circuit breaker of a tier: fails calls fast while the tier fails, and probes it in the background; peeks past it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
 
@@ -248,3 +248,28 @@ class Breaker:
         self.tier.put_many({_PROBED: b""}, deadline)
         with contextlib.suppress(TierError):
             self.tier.delete_many([_PROBED], deadline)
+
+
+@runtime_checkable
+class Peeking(Protocol):
+    """A tier that can read the start of an entry."""
+
+    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
+        """The first bytes of an entry, fewer if it has fewer; None if it is absent. Not a use, not verified.
+
+        Raises:
+            TierUnavailable: the place fails.
+        """
+        ...
+
+
+def peek(tier: Tier, key: Key, num_bytes: int = MAX_ENTRY_BYTES, *, deadline: Deadline) -> Entry | None:
+    """The first bytes of an entry; a tier that cannot peek reads all of it, which counts as a use.
+
+    Raises:
+        TierUnavailable: the place fails.
+    """
+    tier = tier.tier if isinstance(tier, Breaker) else tier
+    if isinstance(tier, Peeking):
+        return tier.peek(key, num_bytes, deadline)
+    return tier.get_many([key], deadline).get(key)

@@ -18,15 +18,8 @@ class Notices:
     It remembers 256 subjects and drops the oldest above that. Thread-safe.
     """
 
-    def __init__(
-        self,
-        log: logging.Logger,
-        *,
-        every_seconds: float = EVERY_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
-        self._every_seconds = every_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._said: dict[Hashable, tuple[float, int]] = {}
@@ -37,7 +30,7 @@ class Notices:
         with self._lock:
             now = self._clock()
             last, since = self._said.get(subject, (-math.inf, 0))
-            is_due = now - last >= self._every_seconds
+            is_due = now - last >= EVERY_SECONDS
             self._note(subject, (now, 0) if is_due else (last, since + 1))
         if is_due:
             self._log.warning("%s%s", text, f" ({since:,} times more in the last {now - last:,.0f} s)" if since else "")

@@ -23,6 +23,8 @@ logger = logging.getLogger("kvmosaic")
 
 T = TypeVar("T")
 
+_NUM_READERS = 2
+"""Threads that fetch."""
 PUT_SECONDS = 30.0
 IDLE_SECONDS = 2.0
 """Interval at which an idle writer checks whether its store is still in use."""
@@ -58,7 +60,6 @@ class TieredStore(Generic[T]):
         *,
         max_pending_bytes: int,
         loading: Loading = "auto",
-        num_readers: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes tiers, fastest first; `close` closes them.
@@ -67,14 +68,12 @@ class TieredStore(Generic[T]):
             tiers: wrap tiers that may fail or hang in a `Breaker`.
             max_pending_bytes: maximum bytes of chunks queued for writing; more are dropped.
             loading: whether tiers are asked where that is expected to be faster than computing, or always.
-            num_readers: threads that fetch.
             clock: monotonic seconds.
         """
         self.tiers = tuple(tiers)
         self.stats = TieredStoreStats()
         self.pending_bytes = 0
         self._max_pending_bytes = max_pending_bytes
-        self._num_readers = num_readers
         self._clock = clock
         self._notices = Notices(logger, clock=clock)
         self._fetch_policy = FetchPolicy(self.tiers, clock, loading)
@@ -85,7 +84,7 @@ class TieredStore(Generic[T]):
         self._writing: _Store[T] | None = None
         self._deletes: set[Key] = set()
         self._readers: FetchWorkers[T] = FetchWorkers(
-            self.tiers, self._fetch_policy, self.stats, self._changed, num_readers, clock
+            self.tiers, self._fetch_policy, self.stats, self._changed, _NUM_READERS, clock
         )
         self._threads: list[threading.Thread] = []
         self._is_closing = False
@@ -281,11 +280,11 @@ class TieredStore(Generic[T]):
         return self._fetch_policy.bytes_per_second(tier)
 
     def _start(self) -> None:
-        if len(self._threads) > self._num_readers:
+        if len(self._threads) > _NUM_READERS:
             return
         if not self._threads:
             atexit.register(self._close_at_exit)
-        readers = [partial(self._readers.run, number) for number in range(self._num_readers)]
+        readers = [partial(self._readers.run, number) for number in range(_NUM_READERS)]
         runs: list[Callable[[], None]] = [self._write_all, *readers]
         for number in range(len(self._threads), len(runs)):
             thread = threading.Thread(target=runs[number], name=f"kvmosaic-tiers-{number}", daemon=True)

@@ -105,7 +105,7 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
         from kvmosaic.tiers.redis.tier import RedisTier
 
         return RedisTier(RedisSettings.from_url(spec.url))
-    from kvmosaic.tiers.object_store.tier import ObjectTier
+    from kvmosaic.tiers.object_store import ObjectTier
 
     return ObjectTier.from_url(spec.url)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, ToolCall
-from kvmosaic.tools.collector import CallCollector, parse_calls
 from kvmosaic.tools.formats import TOOL_FORMATS, ToolFormat, detect_tool_format
-from kvmosaic.tools.grammar import ControlToken, call_grammar
-from kvmosaic.tools.parser import CallParser
+from kvmosaic.tools.formats.tool_format import ControlToken, call_grammar
+from kvmosaic.tools.parser import CallCollector, CallParser, parse_calls
 from kvmosaic.tools.request import Tool, ToolChoice, ToolRequest, canonical_tools, read_tool_request
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer, found while it arrives: each character is read once."""
+"""Tool calls in the text of an answer, found while it arrives (each character is read once), and put together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import string
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, joined_events
+from kvmosaic.tools.call import ArgumentsText, CallEvent, CallStart, ContentText, ReasoningText, ToolCall, joined_events
 from kvmosaic.tools.json_scanner import JsonScanner
 
 if TYPE_CHECKING:
     from kvmosaic.tools.formats.tool_format import ToolFormat
     from kvmosaic.tools.request import Tool
+
 
 MAX_HELD_CHARACTERS = 2**16
 """A call whose name is not known after this many characters is none."""
@@ -376,3 +377,47 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
     """A pattern that matches one of these texts, the longest first."""
     found = "|".join(re.escape(text) for text in sorted(filter(None, texts), key=len, reverse=True))
     return re.compile(found) if found else None
+
+
+class CallCollector:
+    """An answer put together from its events."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[CallStart, list[str]]] = []
+
+    def add(self, events: Sequence[CallEvent]) -> None:
+        """Adds events."""
+        for event in events:
+            if isinstance(event, ContentText):
+                self._content.append(event.text)
+            elif isinstance(event, ReasoningText):
+                self._reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                self._calls.append((event, []))
+            else:
+                self._calls[event.index][1].append(event.text)
+
+    @property
+    def content(self) -> str:
+        """The text outside of calls."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """The text that the model wrote for itself."""
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls, in order."""
+        return tuple(ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls)
+
+
+def parse_calls(parser: CallParser, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """The content and the calls of a whole answer."""
+    collector = CallCollector()
+    collector.add(parser.feed(text))
+    collector.add(parser.finish())
+    return collector.content, collector.calls

@@ -175,7 +175,7 @@ def _read_parameters(parameters: object, name: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(parameters, Mapping):
         raise InvalidTools(f"the parameters of tool {name!r} must be a JSON schema, got {type(parameters).__name__}")
-    if _is_deeper(parameters, MAX_SCHEMA_DEPTH):
+    if is_deeper(parameters, MAX_SCHEMA_DEPTH):
         raise InvalidTools(
             f"the parameters of tool {name!r} are nested deeper than {MAX_SCHEMA_DEPTH} levels; flatten them, or use "
             "$ref"
@@ -199,9 +199,10 @@ def _checked_size(tool: Tool) -> int:
     return len(text)
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def is_deeper(value: object, levels: int) -> bool:
+    """Whether a value of JSON is nested deeper than so many levels."""
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return not levels or any(_is_deeper(part, levels - 1) for part in parts)
+    return not levels or any(is_deeper(part, levels - 1) for part in parts)
 
 
 def _read_choice(choice: object, names: Sequence[str]) -> ToolChoice:

@@ -18,9 +18,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from kvmosaic.attention.layer_backend import Pools
 from kvmosaic.attention.reads import POOLS, ReadPlan
-from kvmosaic.attention.torch_backend import TorchBackend
+from kvmosaic.attention.torch_backend import Pools, TorchBackend
 from kvmosaic.cpu_instructions import INSTRUCTION_SETS, InstructionSet, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig, NativeUnavailable
 from kvmosaic.rope import RotationTables

@@ -10,9 +10,8 @@ import triton
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvmosaic.attention.layer_backend import Pools
 from kvmosaic.attention.reads import POOLS, Call, ReadPlan
-from kvmosaic.attention.torch_backend import TorchBackend, attend_plain
+from kvmosaic.attention.torch_backend import Pools, TorchBackend, attend_plain
 from kvmosaic.attention.triton.kernel import IS_INTERPRETED, attend_walks, merge_walks
 from kvmosaic.attention.triton.work import TILE_HEIGHTS, WorkList, list_work
 from kvmosaic.errors import TritonUnavailable

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvmosaic.assembly import AnyModel
+from kvmosaic.bench.models import Subject
 from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, llama_server_peer, vllm_peer
 from kvmosaic.bench.peers.peer import OFF, OWN, BatchTimes, Peer, RequestTimes
-from kvmosaic.bench.subject import Subject
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.chunk_cache import AUTO_SIZE
 from kvmosaic.errors import EngineError, InvalidConfig

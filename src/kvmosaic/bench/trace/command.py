@@ -11,17 +11,14 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from kvmosaic.bench.facts import facts
 from kvmosaic.bench.progress import ProgressBar, Watcher
-from kvmosaic.bench.trace.optimum import NAME as CLAIRVOYANT
-from kvmosaic.bench.trace.optimum import clairvoyant
+from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.trace.prompts import PromptWriter
-from kvmosaic.bench.trace.reader import read_trace
-from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.replay import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, ReplayRow, Variant
 from kvmosaic.bench.trace.report import ServedRow, TraceReport, save_plot
-from kvmosaic.bench.trace.simulation import SimulatedCache, simulate
-from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import FIRST_BLOCK, PREFIX_ONLY, VARIANTS, Variant
+from kvmosaic.bench.trace.simulation import NAME as CLAIRVOYANT
+from kvmosaic.bench.trace.simulation import SimulatedCache, clairvoyant, simulate
+from kvmosaic.bench.trace.trace import Trace, read_trace
 from kvmosaic.errors import InvalidConfig, ServerError
 from kvmosaic.threads import this_machine
 
@@ -109,14 +106,7 @@ def bench_trace(run: TraceRun, output: Path | None, *, as_json: bool = False) ->
     else:
         console.print(report.to_tables())
     if output is not None:
-        paths = report.save(output)
-        from kvmosaic.bench.plots import can_plot
-
-        if can_plot():
-            paths += save_plot(report, output)
-        else:
-            notices.print("no plot: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
-        notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
+        save_report(report, output, report.name, lambda: save_plot(report, output), notices)
     return report
 
 
@@ -248,12 +238,12 @@ def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher,
     if run.model is None:
         return None
     from kvmosaic.bench.models import model_folder
-    from kvmosaic.bench.trace.engine_replay import CapacityLimit, EngineReplay, save_tiny_model
+    from kvmosaic.bench.trace.engine_replay import EngineReplay, save_tiny_model
     from kvmosaic.model.quiet import quiet_libraries
 
     quiet_libraries()
     watcher.stage(f"loading {Path(run.model).name}")
     scratch = Path(stack.enter_context(TemporaryDirectory(prefix="kvmosaic-bench-")))
     folder = save_tiny_model(scratch / TINY, writer) if run.model == TINY else model_folder(run.model, scratch)
-    capacity = CapacityLimit(run.capacity, sum(writer.num_tokens(request) for request in trace.requests))
-    return stack.enter_context(EngineReplay(folder, capacity, run.num_threads))
+    num_words = sum(writer.num_tokens(request) for request in trace.requests)
+    return stack.enter_context(EngineReplay(folder, run.capacity, num_words, run.num_threads))

@@ -5,7 +5,6 @@ It may be a tiny random one, with a tokenizer whose tokens are the words of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow, replay, reused_documents
+from kvmosaic.bench.trace.replay import ReplayRow, Variant, replay, reused_documents
 from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.setting import parse_bytes
 from kvmosaic.errors import InvalidTrace, PromptTooLong
@@ -33,33 +31,26 @@ _RULES = {"all": "all", "first": "before:\n", "auto": "auto"}
 """The first block is the first line."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityLimit:
-    """Memory for each pool: what all prompts of a replay need, or less if they need more than the limit."""
-
-    limit: str
-    num_words: int
-    """Of all prompts."""
-
-    def num_bytes(self, bytes_per_token: int) -> int:
-        """Bytes for a model with so many bytes per token; a word may be several tokens."""
-        wanted = (self.num_words * _TOKENS_PER_WORD + _MIN_TOKENS) * bytes_per_token
-        return min(parse_bytes(self.limit), wanted)
-
-
 class EngineReplay:
     """Replays with one model; a context manager."""
 
     name = "engine"
 
-    def __init__(self, folder: Path, limit: CapacityLimit, num_threads: int | None = None) -> None:
+    def __init__(self, folder: Path, limit: str, num_words: int, num_threads: int | None = None) -> None:
         """Loads a model; the self-check included.
+
+        Args:
+            folder: of the model.
+            limit: memory for each pool, such as 1GiB; less is taken if all prompts need less.
+            num_words: of all prompts; a word may be several tokens.
+            num_threads: that compute.
 
         Raises:
             ModelError: it cannot be loaded.
         """
         model = load_model(folder, dtype="auto", local_files_only=True)
-        capacity = limit.num_bytes(model.bytes_per_token())
+        wanted = (num_words * _TOKENS_PER_WORD + _MIN_TOKENS) * model.bytes_per_token()
+        capacity = min(parse_bytes(limit), wanted)
         self.llm = LLM(
             model,
             chunk_cache_config=ChunkCacheConfig(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase
 
+from kvmosaic.bench.trace.replay import Variant
 from kvmosaic.bench.trace.trace import BLOCK_TOKENS, Trace, TraceBlock, TraceRequest
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind
 from kvmosaic.prompt.preamble import preamble_rule, with_preamble
 

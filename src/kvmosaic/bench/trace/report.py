@@ -12,11 +12,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.bench.markdown import markdown_table
-from kvmosaic.bench.trace.optimum import NAME as CLAIRVOYANT
 from kvmosaic.bench.trace.replay import ReplayRow
+from kvmosaic.bench.trace.simulation import NAME as CLAIRVOYANT
 from kvmosaic.bench.trace.simulation import UNLIMITED
-from kvmosaic.console.text import duration_text, printable
+from kvmosaic.console.text import duration_text, markdown_table, printable
 
 FORMAT = 1
 """Version of the JSON."""
@@ -96,7 +95,7 @@ class TraceReport:
         if self.rows:
             parts.append(markdown_table(_SIMULATED, [_cells(row) for row in self.rows]))
         if self.served:
-            parts += [_SERVED_HEADING, self._served_markdown()]
+            parts += [_SERVED_HEADING, markdown_table(_SERVED, [_served_cells(row) for row in self.served])]
         return "\n\n".join([*parts, _LEGEND[0].upper() + _LEGEND[1:] + "."]) + "\n"
 
     def to_tables(self) -> Group:
@@ -109,17 +108,6 @@ class TraceReport:
             parts += [Text(f"\n{_SERVED_HEADING}\n")]
             parts += [_table(_SERVED, [_served_cells(row) for row in self.served])]
         return Group(*parts, Text("\n" + _LEGEND, style="dim"))
-
-    def save(self, folder: Path) -> list[Path]:
-        """Writes JSON and Markdown, and returns their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{self.name}.json", folder / f"{self.name}.md"]
-        for path, text in zip(paths, (self.to_json(), self.to_markdown()), strict=True):
-            path.write_text(text, encoding="utf-8")
-        return paths
-
-    def _served_markdown(self) -> str:
-        return markdown_table(_SERVED, [_served_cells(row) for row in self.served])
 
     def _heading(self) -> str:
         trace, options = self.trace, self.options

@@ -8,9 +8,8 @@ from typing import Any
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
-from kvmosaic.bench.trace.replay import ReplayRow, replay
+from kvmosaic.bench.trace.replay import ReplayRow, Variant, replay
 from kvmosaic.bench.trace.trace import Trace
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
 
 _MAX_REPLY_BYTES = 2**24
@@ -26,9 +25,8 @@ class ServerReplay:
 
     name = "server"
 
-    def __init__(self, url: str, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._timeout = timeout
         self._run = secrets.token_hex(8)
 
     def check(self) -> None:
@@ -58,7 +56,7 @@ class ServerReplay:
         salt = f"trace-{self._run}-{variant.name}"
         common: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
         path, body = _request(texts, variant)
-        reply = fields_of_server(self._url, path, self._timeout, body=common | body, max_bytes=_MAX_REPLY_BYTES)
+        reply = fields_of_server(self._url, path, _TIMEOUT, body=common | body, max_bytes=_MAX_REPLY_BYTES)
         try:
             segments = reply["kvmosaic"]["segments"]
             chunks = [each for each in segments if each["kind"] == "chunk"]

@@ -6,14 +6,14 @@ of an engine that answers one request after the other.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter
-from kvmosaic.bench.trace.replay import ReplayRow, replay, reused_documents
+from kvmosaic.bench.trace.replay import FIRST_BLOCK, ReplayRow, Variant, replay, reused_documents
 from kvmosaic.bench.trace.trace import BLOCK_TOKENS, Trace, TraceRequest
-from kvmosaic.bench.trace.variant import Variant
 from kvmosaic.cache import KVCache, Plan
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidTrace, RequestTooLarge
@@ -149,3 +149,41 @@ def _reused(plan: Plan, request: TraceRequest, writer: PromptWriter) -> tuple[tu
         num_reused = reused_documents(plan.reused_tokens, num_system, num_documents)
     spans = [span for span in plan.spans if span.kind is not SegmentKind.COMPANION]
     return (num_documents, num_reused), (sum(s.num_tokens for s in spans), sum(s.num_reused for s in spans))
+
+
+NAME = "clairvoyant"
+_NEVER = 2**62
+
+
+def clairvoyant(trace: Trace, cache: SimulatedCache) -> ReplayRow:
+    """Evicts the document whose next use is farthest away (Belady), for keys of the first block and the document.
+
+    The optimum for documents of one size; for different sizes a close one. Only documents are counted.
+    """
+    uses = [
+        ((request.system[0].id if request.system else -1, block.id), block.num_tokens, number)
+        for number, request in enumerate(trace.requests)
+        for block in request.documents
+    ]
+    next_uses, later = [_NEVER] * len(uses), dict[tuple[int, int], int]()
+    for index in range(len(uses) - 1, -1, -1):
+        next_uses[index] = later.get(uses[index][0], _NEVER)
+        later[uses[index][0]] = index
+    row = ReplayRow(NAME, FIRST_BLOCK.about, str(cache))
+    row.num_requests = len(trace.requests)
+    capacity, held, used = cache.blocks(trace.distinct_document_tokens), dict[tuple[int, int], int](), 0
+    order: list[tuple[int, tuple[int, int], int]] = []
+    for (key, num_tokens, _), next_use in zip(uses, next_uses, strict=True):
+        num_blocks = -(-num_tokens // cache.block_size)
+        row.document_tokens += num_tokens
+        row.document_reused += num_tokens if key in held else 0
+        used += 0 if key in held else num_blocks
+        held[key] = next_use
+        heapq.heappush(order, (-next_use, key, num_blocks))
+        while used > capacity:
+            farthest, victim, size = heapq.heappop(order)
+            if held.get(victim) == -farthest:  # an older entry of a chunk that was used since is skipped
+                del held[victim]
+                used -= size
+                row.evictions += 1
+    return row

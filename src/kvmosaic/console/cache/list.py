@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from itertools import islice
 
 from rich.console import Console
@@ -12,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.console.cache.selection import Listed, Selection, all_entries, listed, opened
-from kvmosaic.console.text import printable, shrinking, size_text
-from kvmosaic.tiers import EntryInfo, Tier, parse_tier_url
+from kvmosaic.console.text import fact_table, printable, shrinking, size_text
+from kvmosaic.tiers import parse_tier_url
 
 KEY_DIGITS = 12
 MODEL_DIGITS = 8
@@ -28,7 +27,8 @@ def list_entries(url: str, selection: Selection, limit: int, as_json: bool) -> N
     console, notices = Console(), Console(stderr=True)
     with opened(url) as tier:
         infos = all_entries(tier, notices)[::-1]
-        found = _all(tier, infos) if selection.is_empty else selection.select(tier, infos)
+        readable = (entry for info in infos if (entry := listed(tier, info)) is not None)
+        found = readable if selection.is_empty else selection.select(tier, infos)
         shown = islice(found, limit or None)
         if as_json:
             for entry in shown:
@@ -71,9 +71,7 @@ def show_stat(url: str, as_json: bool) -> None:
         print(json.dumps(fields))
         return
     now = time.time()
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     total = sum(info.num_bytes for info in infos)
     share = f" of {size_text(quota)} ({total / quota:.0%})" if quota else ""
     table.add_row("tier", Text(printable(f"{stat.name} {stat.address}")))
@@ -136,10 +134,6 @@ def entry_fields(entry: Listed) -> dict[str, object]:
         "created": header.created,
         "compute_seconds": header.compute_seconds,
     }
-
-
-def _all(tier: Tier, infos: list[EntryInfo]) -> Iterator[Listed]:
-    return (entry for info in infos if (entry := listed(tier, info)) is not None)
 
 
 def age_text(seconds: float) -> str:

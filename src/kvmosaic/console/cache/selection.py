@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.cache.keys import Key
+from kvmosaic.config.llm import MAX_SECRET_CHARACTERS, MIN_SECRET_CHARACTERS, is_secret_text
 from kvmosaic.entries import (
     Checksum,
     ClaimedHeader,
@@ -25,13 +26,12 @@ from kvmosaic.entries import (
 )
 from kvmosaic.errors import InvalidConfig, InvalidEntry
 from kvmosaic.tiers import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, open_tier, parse_tier_url
+from kvmosaic.tiers.breaker import peek
 from kvmosaic.tiers.disk.files import MARKER
-from kvmosaic.tiers.peek import peek
 
 SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 CALL_SECONDS = 60.0
 """Timeout of one call to a tier; no request waits for it."""
-MIN_SECRET_CHARACTERS, MAX_SECRET_CHARACTERS = 8, 1024
 _NO_QUOTA = 2**50
 _FIRST_BYTES = 2**16
 """Most headers are shorter, so that one call is enough."""
@@ -87,7 +87,7 @@ def secret_from(variable: str | None = None) -> str | None:
     secret = os.environ.get(name)
     if secret is None and variable is not None:
         raise InvalidConfig(f"the environment variable {variable[:100]!r} with the secret of the tier is not set")
-    if secret is not None and not MIN_SECRET_CHARACTERS <= len(secret) <= MAX_SECRET_CHARACTERS:
+    if secret is not None and not is_secret_text(secret):
         raise InvalidConfig(
             f"the secret in the environment variable {name[:100]} has {len(secret):,} characters; give it "
             f"{MIN_SECRET_CHARACTERS} to {MAX_SECRET_CHARACTERS}, or unset it to have none"

@@ -75,8 +75,7 @@ def list_documents(
     timeout: Timeout = 60.0,
 ) -> None:
     """List documents, the newest first."""
-    from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.view import show_list
+    from kvmosaic.console.documents.client import ServerDocuments, show_list
 
     show_list(ServerDocuments(server, timeout).listed(search=search, limit=limit or None), as_json)
 
@@ -90,8 +89,7 @@ def show(
     timeout: Timeout = 60.0,
 ) -> None:
     """Print the text of a document; --json prints all of it."""
-    from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.view import show_document
+    from kvmosaic.console.documents.client import ServerDocuments, show_document
 
     show_document(ServerDocuments(server, timeout).read(document_id, version), as_json)
 

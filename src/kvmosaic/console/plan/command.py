@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.console.model_options import ModelOptions
-from kvmosaic.console.option_groups import Takes, grouped, option
-from kvmosaic.console.options import PromptArguments, PromptText, Questions, System
+from kvmosaic.console.options import (
+    ModelOptions,
+    PromptArguments,
+    PromptText,
+    Questions,
+    System,
+    Takes,
+    grouped,
+    option,
+)
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 
 if TYPE_CHECKING:
     from kvmosaic.capacity import Demand
-    from kvmosaic.console.plan.device import CapacityRequest
 
 
 PANEL = "The plan of a device"
@@ -90,28 +96,6 @@ class DeviceOptions:
             self.zipf,
         )
 
-    def request(self, opening: ModelOptions, demand: Demand) -> CapacityRequest:
-        """All that `show_capacity` needs.
-
-        Raises:
-            InvalidConfig: options that exclude each other.
-        """
-        from kvmosaic.console.plan.device import CapacityRequest
-
-        return CapacityRequest(
-            self.config or opening.model,
-            opening.values["dtype"],
-            self.device_memory,
-            demand,
-            self.block_size,
-            self.headroom,
-            self.weights,
-            tuple(self.chunk_tier or ()),
-            self.chunk_codec,
-            opening.values["engine"],
-            opening.values["kv_cache_dtype"],
-        )
-
 
 def _number_of_documents(given: str | None) -> int:
     text = str(_USUAL_DOCUMENTS) if given is None else given.replace(",", "").replace("_", "")
@@ -182,7 +166,7 @@ def plan(
     check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)
     number = _number_of_documents(documents)
     demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
-    show_capacity(device.request(opening, demand), as_json=as_json, plot=device.plot)
+    show_capacity(opening, device, demand, as_json=as_json)
 
 
 def _is_of_device(context: typer.Context, documents: str | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,103 +11,28 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
-from kvmosaic.capacity.tier_plan import Codec
+from kvmosaic.capacity.model_facts import dtype_here, memory_here, read_gguf_facts
+from kvmosaic.capacity.plan import save_plot
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.text import one_line, size_text
 from kvmosaic.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from kvmosaic.assembly import EngineName
+    from kvmosaic.console.options import ModelOptions
+    from kvmosaic.console.plan.command import DeviceOptions
 
 _MIB = 2**20
 _MAX_KINDS = 12
 """Maximum number of layer kinds listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityRequest:
-    """Options of a capacity plan."""
-
-    model: str
-    dtype: str
-    device_memory: str | None
-    """None: this machine."""
-    demand: Demand
-    block_size: int
-    headroom: str
-    weights: str | None
-    chunk_tiers: tuple[str, ...]
-    codec: Codec
-    engine: EngineName = "auto"
-    kv_cache_dtype: str = "auto"
-
-    def plan(self) -> CapacityPlan:
-        """Reads the configuration, and plans.
-
-        Raises:
-            KVMosaicError: an invalid or too large model, number or tier.
-        """
-        from kvmosaic.model.quiet import quiet_libraries
-
-        quiet_libraries()
-        llama_file = self._llama_file()
-        model = self._model() if llama_file is None else self._llama_model(llama_file)
-        memory = self.device_memory
-        if memory is None:
-            from kvmosaic.capacity.machine import memory_here  # imports torch
-
-            memory = str(memory_here())
-        return plan_capacity(
-            model,
-            memory,
-            self.demand,
-            block_size=self.block_size,
-            headroom=self.headroom,
-            weights=self.weights,
-            tiers=self.chunk_tiers,
-            codec=self.codec,
-        )
-
-    def _llama_file(self) -> Path | None:
-        """The file that llama.cpp would run; None: transformers runs the model.
-
-        Raises:
-            InvalidConfig: settings that the engine does not have.
-        """
-        from kvmosaic.assembly import runs_in_llama
-
-        if not runs_in_llama(self.model, self.engine, self.dtype, self.kv_cache_dtype):
-            return None
-        if self.codec != "none":
-            raise InvalidConfig(
-                f"--chunk-codec {self.codec} rounds numbers, and chunks of llama.cpp also have positions; leave it "
-                "out, or cache fewer bits by --kv-cache-dtype"
-            )
-        return Path(self.model).expanduser()
-
-    def _llama_model(self, path: Path) -> ModelFacts:
-        from kvmosaic.capacity.gguf_facts import read_gguf_facts
-
-        return read_gguf_facts(path, self.kv_cache_dtype)
-
-    def _model(self) -> ModelFacts:
-        """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
-        model = read_model(self.model, dtype=self.dtype)
-        if self.dtype != "auto" or self.device_memory is not None:
-            return model
-        from kvmosaic.capacity.machine import dtype_here
-
-        here = dtype_here(model.dtype)
-        return model if here == model.dtype else read_model(self.model, dtype=here)
-
-
-def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path | None = None) -> None:
-    """Prints the plan of a device, and draws it if a file is given.
+def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand, *, as_json: bool = False) -> None:
+    """Prints the plan of a device, and draws it if a file is named.
 
     Raises:
-        KVMosaicError: see `CapacityRequest.plan`; or a plot that cannot be drawn.
+        KVMosaicError: an invalid or too large model, number or tier; or a plot that cannot be drawn.
     """
-    plan = asked.plan()
+    plan = _plan(opening, options, demand)
     if as_json:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
@@ -116,13 +40,49 @@ def show_capacity(asked: CapacityRequest, *, as_json: bool = False, plot: Path |
         for part in (_memory(plan), _found(plan), _about(plan), _notes(plan)):
             console.print(part)
             console.print()
-    if plot is not None:
-        from kvmosaic.capacity.plan import save_plot
-
+    if options.plot is not None:
         try:
-            save_plot(plan, plot)
+            save_plot(plan, options.plot)
         except OSError as error:
-            raise InvalidConfig(f"{one_line(str(plot))} cannot be written: {error.strerror or error}") from error
+            place = one_line(str(options.plot))
+            raise InvalidConfig(f"{place} cannot be written: {error.strerror or error}") from error
+
+
+def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> CapacityPlan:
+    """Reads the configuration of the model, and plans."""
+    from kvmosaic.assembly import runs_in_llama
+    from kvmosaic.model.quiet import quiet_libraries
+
+    quiet_libraries()
+    name, given = options.config or opening.model, opening.values
+    if runs_in_llama(name, given["engine"], given["dtype"], given["kv_cache_dtype"]):
+        if options.chunk_codec != "none":
+            raise InvalidConfig(
+                f"--chunk-codec {options.chunk_codec} rounds numbers, and chunks of llama.cpp also have positions; "
+                "leave it out, or cache fewer bits by --kv-cache-dtype"
+            )
+        model = read_gguf_facts(Path(name).expanduser(), given["kv_cache_dtype"])
+    else:
+        model = _model(name, given["dtype"], is_here=options.device_memory is None)
+    return plan_capacity(
+        model,
+        str(memory_here()) if options.device_memory is None else options.device_memory,
+        demand,
+        block_size=options.block_size,
+        headroom=options.headroom,
+        weights=options.weights,
+        tiers=tuple(options.chunk_tier or ()),
+        codec=options.chunk_codec,
+    )
+
+
+def _model(name: str, dtype: str, *, is_here: bool) -> ModelFacts:
+    """Returns the model in the requested dtype; "auto" is this machine's choice if it is about this machine."""
+    model = read_model(name, dtype=dtype)
+    if dtype != "auto" or not is_here:
+        return model
+    here = dtype_here(model.dtype)
+    return model if here == model.dtype else read_model(name, dtype=here)
 
 
 def _table(*headings: str) -> Table:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.console.model import memory_table
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import MAX_ROWS, Badge, Strip, bars_of
 from kvmosaic.console.text import ends, shrinking, size_text

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.console.text import printable
+from kvmosaic.console.text import fact_table, printable
 from kvmosaic.integrations.vllm.front.command import check_installed
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def show_engine_check(model: str, options: Sequence[str]) -> bool:
 
 def engine_table(check: EngineCheck) -> Table:
     """Returns a table of the checked engine."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     table.add_row("vllm", Text(f"{printable(check.version)} on {printable(check.platform)}"))
     table.add_row("model", Text(f"{printable(check.model)} in {check.dtype}"))
     if check.compiled:
@@ -54,9 +52,7 @@ def engine_table(check: EngineCheck) -> Table:
 
 def worker_table(check: EngineCheck) -> Table:
     """Returns one block of rows per worker: KV layout, rotation and capabilities."""
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = fact_table()
     for worker in check.workers:
         table.add_row("worker", Text(f"{worker.rank} on {printable(worker.device)}, {worker.num_layers} layers"))
         for name, lines in (("  cache", worker.layouts), ("  rotation", worker.rotations)):

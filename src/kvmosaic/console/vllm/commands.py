@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from kvmosaic.console.help import CommandGroup
-from kvmosaic.console.option_groups import grouped, option
-from kvmosaic.console.options import ChunkTiers
+from kvmosaic.console.options import ChunkTiers, grouped, option
 
 vllm = CommandGroup(
     no_args_is_help=True,

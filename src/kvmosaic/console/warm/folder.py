@@ -20,7 +20,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.cache.selection import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
 from kvmosaic.console.folder import find_documents, read_document
-from kvmosaic.console.model_options import ModelOptions, open_llm
+from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.warm.report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.entries import Checksum, check_entry
 from kvmosaic.entries.verification import NO_LABEL
@@ -34,8 +34,7 @@ from kvmosaic.errors import (
     RequestTooLarge,
 )
 from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.peek import Peeking
+from kvmosaic.tiers.breaker import Breaker, Peeking
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM

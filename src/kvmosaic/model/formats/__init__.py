@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 from kvmosaic.errors import ModelNotFound, UnsupportedModel
 from kvmosaic.model.formats.gguf.gguf_format import GGUF
 from kvmosaic.model.formats.model_format import LoadRequest, ModelFormat, ReadModel, first_bytes, what_begins_with
-from kvmosaic.model.hub import hub_options
 
 __all__ = ["FORMATS", "LoadRequest", "ModelFormat", "ReadModel", "describe_formats", "find_format", "model_help"]
 
@@ -153,3 +152,26 @@ def model_help() -> str:
     """Help text of the argument MODEL."""
     text = describe_formats()
     return f"{text[0].upper()}{text[1:]}, or 'reader' for the bundled model."
+
+
+TIMEOUT_SECONDS = 10.0
+
+
+def hub_options(source: str, revision: str | None = None) -> dict[str, bool]:
+    """`local_files_only` for a hub name where the hub does not answer.
+
+    transformers retries each file for half a minute. This way a downloaded model loads at once, and a mistyped name is
+    refused at once.
+    """
+    if Path(source).is_dir():
+        return {}
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision), timeout=TIMEOUT_SECONDS)
+    except (HfHubHTTPError, ValueError):
+        return {}  # it answered, or the name is none: transformers says what is wrong
+    except Exception:  # the errors of an HTTP client, which is another one in each version of the hub's package
+        return {"local_files_only": True}
+    return {}

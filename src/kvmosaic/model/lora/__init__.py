@@ -3,13 +3,13 @@
 from kvmosaic.model.lora.adapter import LoraAdapter, read_adapter, write_adapter
 from kvmosaic.model.lora.attach import (
     AdaptedRows,
+    LoraLinear,
     adapter_scope,
     attach,
     computes_keys_of_base,
     merge,
     uncalled_layers,
 )
-from kvmosaic.model.lora.linear import LoraLinear
 
 __all__ = [
     "AdaptedRows",

@@ -18,7 +18,7 @@ from kvmosaic.prompt.chat_request import check_variables, known_roles, separated
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
-from kvmosaic.sampling.defaults import FOLLOWED
+from kvmosaic.sampling.params import FOLLOWED
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvmosaic.tools.formats.deepseek import DeepSeekV3, DeepSeekV31
-from kvmosaic.tools.formats.harmony import Harmony
 from kvmosaic.tools.formats.json_formats import Granite, Hermes, Llama3, Mistral, MistralArgs
 from kvmosaic.tools.formats.qwen3_coder import Qwen3Coder
+from kvmosaic.tools.formats.token_formats import DeepSeekV3, DeepSeekV31, Harmony
 from kvmosaic.tools.formats.tool_format import ToolFormat
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "detect_tool_format"]

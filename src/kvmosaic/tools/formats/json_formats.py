@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvmosaic.tools.formats.tool_format import (
     CallTexts,
+    Parts,
+    Rule,
     ToolFormat,
     json_call,
     read_end,
@@ -11,7 +13,6 @@ from kvmosaic.tools.formats.tool_format import (
     read_objects,
     short_id,
 )
-from kvmosaic.tools.lark import Parts, Rule
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
 from kvmosaic.tools.request import Tool
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvmosaic.errors import InvalidTools
-from kvmosaic.tools.formats.tool_format import CallTexts, ToolFormat, read_end
-from kvmosaic.tools.lark import Parts, Rule, json_rule
+from kvmosaic.tools.formats.tool_format import CallTexts, Parts, Rule, ToolFormat, json_rule, read_end
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
 from kvmosaic.tools.request import Tool
 

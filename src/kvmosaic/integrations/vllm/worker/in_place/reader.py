@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.attention.layer_backend import LayerBackend, PlanReader
 from kvmosaic.attention.merge import apply_sinks, merge_partials
 from kvmosaic.attention.native.backend import NativeBackend
 from kvmosaic.attention.reads import ReadPlan
-from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
+from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, TorchBackend
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.integrations.vllm.operations import InPlaceRequest
 from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of

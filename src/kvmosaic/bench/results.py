@@ -1,4 +1,4 @@
-"""Machine facts of a result: hardware, load, versions and commit."""
+"""Results of a benchmark: the facts of the machine, and the files of a report."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from rich.console import Console
 
 _PACKAGES = ("kvmosaic", "torch", "transformers", "numpy")
 
@@ -56,3 +60,33 @@ def _commit() -> str | None:
     command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     return done.stdout.strip() or None
+
+
+class Report(Protocol):
+    """What is written of a run."""
+
+    def to_json(self) -> str:
+        """Everything."""
+
+    def to_markdown(self) -> str:
+        """Tables for people."""
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def save_report(
+    report: Report, folder: Path, name: str, plot: Callable[[], list[Path]], notices: Console, *, plots: str = "plot"
+) -> None:
+    """Writes JSON, Markdown and, where matplotlib is installed, what `plot` draws; says where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    for path, text in zip(paths, (report.to_json(), report.to_markdown()), strict=True):
+        path.write_text(text, encoding="utf-8")
+    if can_plot():
+        paths += plot()
+    else:
+        notices.print(f"no {plots}: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
+    notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")
