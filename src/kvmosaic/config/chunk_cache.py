@@ -187,11 +187,7 @@ class ChunkCacheConfig:
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
     def repair_after(self, context: ChunkContext) -> str | RepairPolicy:
-        """Repair of documents that saw this and are not alike.
-
-        Where nothing is set, documents that have met companions are not repaired: their first tokens bring little, and
-        cost more than the question (`docs/repair.md`).
-        """
+        """Repair of documents that saw this and are not alike: where nothing is set, none after companions."""
         return "none" if context == "companions" and not self.says("repair") else self.repair
 
     @property

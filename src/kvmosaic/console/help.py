@@ -56,10 +56,8 @@ class ShortHelpCommand(HelpCommand):
 
     def format_help(self, context: Any, formatter: Any) -> None:
         """Writes the help."""
-        if context.meta.get(_ALL):
-            super().format_help(context, formatter)
-            return
-        self.rich_markup_mode = None
+        if not context.meta.get(_ALL):
+            self.rich_markup_mode = None
         super().format_help(context, formatter)
 
     def format_options(self, context: Any, formatter: Any) -> None:

@@ -131,10 +131,9 @@ class Placer:
         if planned is not None:
             if not planned.is_full:
                 layout = planned.first_layout()
-            elif is_default:
-                layout = replace(self.arrange(prompt.joined(), window=window), adapter=layout.adapter)
             else:  # asked for, full attention is the base model's
-                layout = self.arrange(prompt.joined(), window=window)
+                whole = self.arrange(prompt.joined(), window=window)
+                layout = replace(whole, adapter=layout.adapter) if is_default else whole
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
         remark = MIXED_UP if likeness == "apart" else ""
         if isinstance(policy, FullRepair):

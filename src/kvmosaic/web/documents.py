@@ -31,7 +31,7 @@ from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.web.errors import ErrorReply, error_replies, not_allowed, streamed
 from kvmosaic.web.json_body import ParsedRoute
 from kvmosaic.web.sse import EventStream, event, open_stream
-from kvmosaic.web.uploads import FORM, UploadSummary, upload
+from kvmosaic.web.uploads import UploadSummary, form_body, upload
 
 ROUTE = "/v1/documents"
 ONE = ROUTE + "/{document_id:path}"
@@ -62,20 +62,9 @@ NO_VERB = (Depends(_refuse_verb),)
 CHANGED: dict[int | str, dict[str, Any]] = {
     412: {"model": ErrorReply, "description": "What is stored is not the version that If-Match names."}
 }
-_BATCH_BODY: dict[str, Any] = {
+_BATCH_BODY = {
     "requestBody": {
-        "required": True,
-        "content": {
-            FORM: {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {
-                        "file": {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-                    },
-                }
-            },
-        },
+        **form_body(["file"], file={"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}),
         "description": "Files, whose names become ids; or (application/jsonl) one document per line, as for POST "
         "/v1/documents: " + '{"id": "ferry", "text": "The ferry goes to Oak Island."}',
     }

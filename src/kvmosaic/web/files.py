@@ -21,7 +21,7 @@ from kvmosaic.errors import UnknownDocument
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.web.documents import Served
 from kvmosaic.web.errors import error_replies
-from kvmosaic.web.uploads import FORM, file_draft, file_text
+from kvmosaic.web.uploads import file_draft, file_text, form_body
 
 ROUTE = "/v1/files"
 FileId = Annotated[str, Path(min_length=1, max_length=MAX_ID_CHARACTERS, pattern=ID_PATTERN)]
@@ -39,26 +39,16 @@ NOT_SERVED = {
     "/v1/rerank": "this server does not rerank: run a reranker beside it, and send `documents` in its order",
 }
 """Addresses of the OpenAI API, and of Cohere's, that applications with documents may look for."""
-_FORM: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            FORM: {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"enum": list(get_args(Purpose))},
-                        SECONDS: {"type": "integer", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS},
-                        ANCHOR: {"enum": ["created_at"]},
-                    },
-                    "additionalProperties": False,
-                }
-            }
-        },
-    }
-}
+_FORM = form_body(
+    ["file", "purpose"],
+    **{
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": list(get_args(Purpose))},
+        SECONDS: {"type": "integer", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS},
+        ANCHOR: {"enum": ["created_at"]},
+    },
+    is_open=False,
+)
 
 
 class FileObject(Reply):
@@ -123,7 +113,7 @@ def router() -> APIRouter:
     """Returns the routes of files."""
     routes = APIRouter(tags=["files"], responses=error_replies())
 
-    @routes.post(ROUTE, openapi_extra=_FORM)
+    @routes.post(ROUTE, openapi_extra={"requestBody": _FORM})
     async def create_file(request: Request, served: Served) -> FileObject:
         """Stores the text of a file as a document, whose id is that of the file."""
         return await store_file(request, served)

@@ -34,9 +34,16 @@ BATCH_LINES = 2_000
 """Lines that are, so that many short ones do not hold up the event loop."""
 JSON_LINES = ("application/jsonl", "application/x-ndjson", "application/json-lines", "application/x-jsonlines")
 FORM = "multipart/form-data"
+_CLOSED = {"additionalProperties": False}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """What some programs write at the beginning of a UTF-8 file."""
 UploadStatus = Literal["stored", "replaced", "refused"]
+
+
+def form_body(required: list[str], *, is_open: bool = True, **properties: Any) -> dict[str, Any]:
+    """The body of an operation that takes a form with these fields, as OpenAPI describes it."""
+    schema = {"type": "object", "required": required, "properties": properties}
+    return {"required": True, "content": {FORM: {"schema": schema | ({} if is_open else _CLOSED)}}}
 
 
 class LineBuffer:
