@@ -165,6 +165,12 @@ CLIENT = httpx.Client(trust_env=False)
 """One for all: making one takes longer than asking."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _closed_client() -> Iterator[None]:
+    yield
+    CLIENT.close()
+
+
 def asked_as(server: RunningServer, host: str, path: str = "/v1/models", **headers: str) -> httpx.Response:
     return CLIENT.get(server.url + path, headers={"Host": host, **headers})
 
