@@ -351,6 +351,14 @@ class DocumentVersion(Reply):
         return cls(version=document.version, title=document.content.title, bytes=document.num_bytes)
 
 
+NewTokens = Annotated[
+    int | None, Field(description="Of a replaced text, where the earlier one is cached: tokens of the new one.")
+]
+KeptTokens = Annotated[
+    int | None, Field(description="Of these, the tokens before the edit, which the next read does not compute.")
+]
+
+
 class DocumentObject(Reply):
     """A stored document. Its text is sent only where one document is asked for."""
 
@@ -370,12 +378,8 @@ class DocumentObject(Reply):
     priority: Annotated[float, Field(description="How much its chunks should stay in a full cache, 0 to 1.")]
     hits: Annotated[int, Field(description="Times that a request named it.")]
     last_used_at: int | None
-    tokens: Annotated[
-        int | None, Field(description="Of a replaced text, where the earlier one is cached: tokens of the new one.")
-    ] = None
-    kept_tokens: Annotated[
-        int | None, Field(description="Of these, the tokens before the edit, which the next read does not compute.")
-    ] = None
+    tokens: NewTokens = None
+    kept_tokens: KeptTokens = None
     text: str | None = None
     chunks: Annotated[
         list[ChunkObject] | None, Field(description="Where its keys and values are; empty: not computed yet.")

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
-from kvmosaic.api.documents import DocumentContent, NewDocument
+from kvmosaic.api.documents import DocumentContent, KeptTokens, NewDocument, NewTokens
 from kvmosaic.api.errors import ApiError, ErrorDetail, read_body
 from kvmosaic.api.fields import Reply
 from kvmosaic.api.json_limits import check_json
@@ -113,12 +113,8 @@ class UploadedDocument(Reply):
     status: UploadStatus
     version: Annotated[int | None, Field(description="What is stored now; null: it was refused.")]
     error: Annotated[ErrorDetail | None, Field(description="Why it was refused.")]
-    tokens: Annotated[
-        int | None, Field(description="Of a replaced text, where the earlier one is cached: tokens of the new one.")
-    ] = None
-    kept_tokens: Annotated[
-        int | None, Field(description="Of these, the tokens before the edit, which the next read does not compute.")
-    ] = None
+    tokens: NewTokens = None
+    kept_tokens: KeptTokens = None
 
 
 class UploadSummary(Reply):

@@ -53,7 +53,7 @@ def vllm_engine(vllm_model: Callable[[str], Path]) -> Iterator[Callable[..., For
 
 @pytest.fixture(scope="session")
 def own_engine(vllm_model: Callable[[str], Path]) -> Callable[..., LLM]:
-    """`own_engine("llama", chunk_context="none")`: our own engine over the same folder; vLLM has no companions."""
+    """`own_engine("llama", chunk_context="none")`: our own engine over the same folder."""
     from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 
     made: dict[str, LLM] = {}

@@ -35,6 +35,8 @@ MAX_SEEN = 2**16
 """max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 MAX_CHANGE = 1 << 63
+Repair = int | tuple[tuple[int, ...], ...]
+"""Repaired tokens: so many at the start of each chunk; or by chunk its runs: start, stop, start, stop, …, ascending."""
 _LISTS = ("ids", "texts", "continues", "labels", "pins", "changes", "priorities")
 """Fields of a composition that are empty, or have an entry for each chunk."""
 
@@ -56,9 +58,8 @@ class Composition:
     """Tokens of each chunk, in the order of the prompt; each 1 or more."""
     position_strategy: str = "sequential"
     chunk_context: ChunkContext = "system"
-    repair: int | tuple[tuple[int, ...], ...] = 0
-    """Tokens of each chunk that are recomputed with everything before them visible: so many at its start; or for each
-    chunk the runs of them, as start, stop, start, stop, …"""
+    repair: Repair = 0
+    """Tokens that are recomputed with everything before them visible."""
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
@@ -139,9 +140,8 @@ class Composition:
             start, offset = start + text, offset if is_later else 0
             tokens = tuple(token_ids[start : start + chunk])
             # computed right after the system text, as a section is, and moved
-            own = Segment(SegmentKind.CHUNK, tokens, name=name, document_offset=offset, is_section=bool(is_later))
-            own = replace(own, part=(2, 2)) if is_later else own
-            segments.append(own)
+            later: dict[str, Any] = {"part": (2, 2), "is_section": True} if is_later else {}
+            segments.append(Segment(SegmentKind.CHUNK, tokens, name=name, document_offset=offset, **later))
             start, offset = start + chunk, offset + chunk
         segments.append(Segment(SegmentKind.QUESTION, tuple(token_ids[start:])))
         prompt = Prompt(tuple(segments), companions=self.companions, place=self.place)
@@ -381,7 +381,7 @@ def _repair_of(
     companions: Sequence[tuple[int, ...]],
     said: int | Literal["names"] | None,
     finder: NameFinder | None,
-) -> int | tuple[tuple[int, ...], ...] | None:
+) -> Repair | None:
     """The repaired tokens of these documents; None: the engine decides."""
     if isinstance(said, int) or (said is None and (finder is None or not companions)):
         return said
@@ -398,7 +398,7 @@ def _runs_of(chosen: Sequence[bool]) -> tuple[int, ...]:
     return tuple(index for index, (one, other) in enumerate(pairwise((False, *chosen, False))) if one != other)
 
 
-def _read_runs(value: Any) -> int | tuple[tuple[int, ...], ...]:
+def _read_runs(value: Any) -> Repair:
     if isinstance(value, list | tuple):
         return tuple(tuple(_number("repair", each) for each in _listed("repair", runs)) for runs in value[:MAX_CHUNKS])
     return _number("repair", value)

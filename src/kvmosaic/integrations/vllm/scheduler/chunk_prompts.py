@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvmosaic.integrations.vllm.contract import Repair
 from kvmosaic.layout import Layout, exact_spans, repair_positions
 
-Repair = int | Sequence[Sequence[int]]
-"""Repaired tokens: so many at the start of each chunk; or by chunk: start, stop, start, stop, …, ascending."""
 PADDING_TOKEN = 0
 """Fills the last block of a chunk prompt; its keys and values are never read."""
 
@@ -100,7 +99,7 @@ def repaired_runs(layout: Layout, repair: Repair) -> dict[int, tuple[range, ...]
     exact = exact_spans(layout) if repair else set()
     chunks = [index for index, span in enumerate(layout.spans) if span.is_chunk]
     if isinstance(repair, int):
-        repair = [(0, min(repair, layout.spans[index].num_tokens)) for index in chunks]
+        repair = tuple((0, min(repair, layout.spans[index].num_tokens)) for index in chunks)
     runs = (tuple(filter(len, map(range, bounds[::2], bounds[1::2]))) for bounds in repair)
     return {index: each for index, each in zip(chunks, runs, strict=True) if each and index not in exact}
 

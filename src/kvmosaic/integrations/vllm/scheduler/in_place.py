@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from kvmosaic.integrations.vllm.contract import Repair
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, Repair, repaired_runs
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import PromptPiece, repaired_runs
 from kvmosaic.layout import Layout
 
 
