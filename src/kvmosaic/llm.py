@@ -45,7 +45,7 @@ from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, Inv
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.cpu.prepack import Prepack
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.repair import RepairPolicy
@@ -277,6 +277,7 @@ class LLM:
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
         companions: Sequence[str] | None = None,
+        documents_order: DocumentsOrder | None = None,
         find_documents: str | None = None,
         adapter: str | None = None,
         progress: Progress | None = None,
@@ -300,6 +301,8 @@ class LLM:
             preamble: how much of the system text documents see, instead of the configured one.
             companions: texts that documents see with chunk_context "companions", instead of the configured ones: best
                 three documents of the same kind that the prompt does not contain.
+            documents_order: "any" lets the cache choose which documents come first, so that the fewest tokens are
+                computed; instead of the configured one.
             find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
                 configured ones.
             adapter: name of the adapter that computes them; "": the base model; None: the default, see `LLM`.
@@ -324,7 +327,7 @@ class LLM:
             )
             for conversation, each in zip(conversations, params, strict=True)
         ]
-        encoded = [replace(prompt, adapter=adapter) for prompt in encoded]
+        encoded = [replace(prompt, adapter=adapter, documents_order=documents_order) for prompt in encoded]
         if reader is not None:
             params = [reader.sampling(each) for each in params]
         placing = position_strategy, context_with(companions, chunk_context)
@@ -386,6 +389,7 @@ class LLM:
         chunk_context: ChunkContext | None = None,
         preamble: str | int | None = None,
         companions: Sequence[str] | None = None,
+        documents_order: DocumentsOrder | None = None,
         find_documents: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
@@ -417,6 +421,7 @@ class LLM:
         if reader is not None:
             params = reader.sampling(params)
         placing = position_strategy, context_with(companions, chunk_context)
+        encoded = replace(encoded, documents_order=documents_order or encoded.documents_order)
         outputs = self._stream(encoded, params, check_priority(priority), placing)
         return outputs if reader is None else reader.read_all(outputs, params)
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvmosaic.engine import Engine
 from kvmosaic.engine_protocol import Capability, EngineCapabilities, EngineRequest, InferenceEngine
 from kvmosaic.errors import (
     EngineStopped,
@@ -177,6 +178,13 @@ def documents_with_companions(engine: InferenceEngine, reference: Reference) -> 
             reference.check(engine, prompt, output, **placing)
             known = [bool(segment.reused_tokens) for segment in output.reuse.segments if segment.kind == "chunk"]
             assert known == [strategy == "sequential" or (number == 1 and place > 0) for place in range(3)]
+    if isinstance(engine, Engine):
+        prompt = replace(prompt_of(1, 3, 2), companions=prompt.companions, documents_order="any")
+        output = ask(engine, prompt, **placing)
+        assert "the cache chose the order of documents" in output.reuse.composition
+        assert [segment.computed_tokens for segment in output.reuse.segments if segment.kind == "chunk"] == [0] * 3
+        in_this_order = replace(prompt_of(3, 1, 2), companions=prompt.companions)
+        reference.check(engine, in_this_order, output, **placing)
 
 
 def requests_together_equal_requests_alone(engine: InferenceEngine, reference: Reference) -> None:

@@ -80,7 +80,7 @@ class Plan:
     spans: tuple[SpanPlan, ...]
     tenant: str = ""
     remark: str = ""
-    """On documents that are alike."""
+    """On its documents."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from kvmosaic.layout.strategies import AUTO, describe_strategies, strategy_named
 from kvmosaic.prompt.companions import BUNDLED, read_companions
 from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_find_documents
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
+from kvmosaic.prompt.segment import DocumentsOrder
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
@@ -126,6 +127,11 @@ class ChunkCacheConfig:
         max_length=MAX_PATTERN_CHARACTERS,
         metavar="REGEX",
         help="A pattern of one's own for `find_documents`, with the groups text and (optional) name.",
+    )
+    documents_order: DocumentsOrder = _cache(
+        "sent",
+        help="Order in which a prompt's documents are read: as sent, or any: the cache chooses which come first, so "
+        "that the fewest tokens are computed. Those found in text keep theirs.",
     )
     companions: str | tuple[str, ...] = _cache(
         BUNDLED,

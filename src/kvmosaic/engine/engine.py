@@ -98,9 +98,7 @@ class Engine(InferenceEngine):
         self.offloader = offloader
         """Offloads chunks to the tiers, if there are any."""
         self.max_positions = min(limits, default=None)
-        pool = kv_cache.request_pool
-        max_in_full = pool.num_blocks * pool.block_size
-        self.placer = Placer(model, chunk_config, self.max_positions, clock, max_in_full=max_in_full)
+        self.placer = Placer(model, chunk_config, self.max_positions, clock, kv_cache)
         """Places prompts."""
         self.scheduler = Scheduler(
             kv_cache, replace(config, max_num_batched_tokens=max_tokens), clock, offloader=offloader, swap=swap

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
+from kvmosaic.cache.document_order import CHOSEN_ORDER, in_best_order
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import (
     MAX_REPAIR_LOOKS,
@@ -58,7 +59,7 @@ class PlacedPrompt:
     is_auto: bool = False
     """Whether the length of the prompt decided on the strategy."""
     remark: str = ""
-    """On documents that are alike, for the report."""
+    """On its documents, for the report."""
 
 
 class Placer:
@@ -70,12 +71,11 @@ class Placer:
         config: ChunkCacheConfig,
         max_positions: int | None,
         clock: Callable[[], float],
-        *,
-        max_in_full: int,
+        kv_cache: KVCache,
     ) -> None:
-        """Places prompts of at most `max_positions`.
+        """Places prompts of at most `max_positions`, for this cache.
 
-        Documents that are alike are read in full in prompts of at most `max_in_full` tokens: others have no room.
+        Documents that are alike are read in full in prompts for which it has room.
 
         Raises:
             InvalidRepair: the model does not support the repair policy that the settings name.
@@ -88,7 +88,9 @@ class Placer:
         self._config = config
         self._contexts = {name: config.context_in(name) for name in strategy_names()}
         self._clock = clock
-        self._max_in_full = min(max_in_full, max_positions or max_in_full)
+        self._kv_cache = kv_cache
+        room = kv_cache.request_pool.num_blocks * kv_cache.request_pool.block_size
+        self._max_in_full = min(room, max_positions or room)
         if config.says("repair"):
             check_model(self.repair, model)
 
@@ -127,6 +129,10 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
+        remarks = [MIXED_UP] if likeness == "apart" else []
+        if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
+            prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
+            remarks.append(CHOSEN_ORDER)
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
             if not planned.is_full:
@@ -135,11 +141,16 @@ class Placer:
                 whole = self.arrange(prompt.joined(), window=window)
                 layout = replace(whole, adapter=layout.adapter) if is_default else whole
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
-        remark = MIXED_UP if likeness == "apart" else ""
         if isinstance(policy, FullRepair):
-            remark = IN_FULL if is_default else ""
+            remarks = [IN_FULL] if is_default else []
         period = Period(begin, self._clock())
-        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, remark)
+        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
+
+    def _ordered(self, prompt: Prompt, layout: Layout) -> Prompt:
+        """A prompt with its documents in the order of the request, or in the one that reuses the most."""
+        if (prompt.documents_order or self._config.documents_order) == "sent":
+            return prompt
+        return in_best_order(prompt, layout, self._kv_cache, moves_sections=self._model.is_movable)
 
     def _wishes(
         self, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool

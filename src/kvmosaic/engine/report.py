@@ -40,6 +40,7 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
                     _origin_note(span.segment),
                     _kept_note(num_reused, span, allocated),
                     _note(allocated, allocation, sequence.tier_names.get(index)),
+                    span.segment.remark,
                 )
                 or _history_note(num_reused, span.num_tokens, span.segment.history_tokens, bool(span.views), max_found),
             )

@@ -182,7 +182,7 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
         layout: of a prompt.
         max_positions: positions that the model was trained for, or that are allowed; a longer prompt is named.
         is_auto: whether the length of the prompt decided on the strategy.
-        remark: on documents that are alike.
+        remark: on its documents.
     """
     if not any(span.is_chunk for span in layout.spans):
         return f"exact: {remark}" if remark else "exact"

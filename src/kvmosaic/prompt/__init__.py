@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from kvmosaic.prompt.document import Document, read_documents
     from kvmosaic.prompt.encoder import PromptEncoder
     from kvmosaic.prompt.message import read_messages
-    from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, seen_chunks
+    from kvmosaic.prompt.segment import DocumentsOrder, Prompt, Segment, SegmentKind, seen_chunks
     from kvmosaic.prompt.separator import escape_separator
     from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
     from kvmosaic.prompt.tokenizer import Tokenizer
 
 __all__ = [
     "Document",
+    "DocumentsOrder",
     "Prompt",
     "PromptEncoder",
     "PromptOptions",
@@ -37,7 +38,7 @@ _HOMES = {
     "document": ("Document", "read_documents"),
     "encoder": ("PromptEncoder",),
     "message": ("read_messages",),
-    "segment": ("Prompt", "Segment", "SegmentKind", "seen_chunks"),
+    "segment": ("DocumentsOrder", "Prompt", "Segment", "SegmentKind", "seen_chunks"),
     "separator": ("escape_separator",),
     "settings": ("PromptOptions", "PromptSettings", "check_length", "check_token_ids"),
     "tokenizer": ("Tokenizer",),

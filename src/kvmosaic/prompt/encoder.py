@@ -173,6 +173,7 @@ class PromptEncoder:
             is_joined=prompt.is_joined,
             companions=companions,
             place=prompt.place,
+            documents_order=prompt.documents_order,
             adapter=prompt.adapter,
         )
         if not self._is_joining or checked.is_plain:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal, get_args
 
 from kvmosaic.errors import EmptySegment, InvalidOffset, InvalidPrompt, InvalidSees, InvalidTokenId
 from kvmosaic.prompt.companions import NUM_COMPANIONS
@@ -43,6 +44,9 @@ class SegmentKind(StrEnum):
     COMPANION = "companion"
     """A text before chunks during their prefill, which nothing else sees; in layouts only."""
 
+
+DocumentsOrder = Literal["sent", "any"]
+"""Order in which documents are read: as sent, or so that the cache has the most of them."""
 
 _NAMELESS = {
     SegmentKind.SYSTEM: "system text",
@@ -98,6 +102,8 @@ class Segment:
     """Chunks of a prompt with several documents: index of its document, from 0."""
     origin: str = field(default="", compare=False)
     """Documents found in text: how, as in "pattern open-webui"."""
+    remark: str = field(default="", compare=False)
+    """What its row of the report says besides."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", _kind(self.kind))
@@ -170,6 +176,8 @@ class Prompt:
     texts like its documents, or the first."""
     place: int = field(default=0, compare=False, repr=False)
     """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
+    documents_order: DocumentsOrder | None = field(default=None, compare=False)
+    """Whether the cache may choose which documents come first ("any"); None: as the settings say."""
     adapter: str | None = None
     """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
     prompts with documents only."""
@@ -189,6 +197,8 @@ class Prompt:
             raise InvalidPrompt(
                 f"adapter must be a name of at most {MAX_ADAPTER_CHARACTERS} characters, got {self.adapter!r:.80}"
             )
+        if self.documents_order not in (None, *get_args(DocumentsOrder)):
+            raise InvalidPrompt(f"documents_order is {self.documents_order!r:.80}; choose 'sent' or 'any'")
         kinds = [segment.kind for segment in self.segments]
         if kinds == [SegmentKind.PLAIN]:
             return

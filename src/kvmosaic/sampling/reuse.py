@@ -55,8 +55,8 @@ class SegmentReuse:
         """Names and values, for JSON."""
         return {**asdict(self), "computed_tokens": self.computed_tokens}
 
-    def to_reply(self, prompt_index: int = 0, document_id: str | None = None, note: str = "") -> dict[str, Any]:
-        """Names and values as in replies of the HTTP API; `note` is added to its own."""
+    def to_reply(self, prompt_index: int = 0, document_id: str | None = None) -> dict[str, Any]:
+        """Names and values as in replies of the HTTP API."""
         return {
             "kind": self.kind,
             "prompt_index": prompt_index,
@@ -69,7 +69,7 @@ class SegmentReuse:
             "reused_tokens": self.reused_tokens,
             "ms": round(self.milliseconds, 3),
             "miss": self.miss,
-            "note": "; ".join(filter(None, (self.note, note))),
+            "note": self.note,
         }
 
     @classmethod

@@ -157,6 +157,7 @@ _MATTERING = (
         "companions",
         "position_strategy",
         "chunk_context",
+        "documents_order",
         "repair",
         "adapter",
     ),

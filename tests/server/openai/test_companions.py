@@ -49,6 +49,31 @@ def test_documents_are_warmed_for_every_place(http):
     assert reused(reply) == [True] * 3
 
 
+@pytest.mark.parametrize("route", ["chat", "/v1/messages", "/v1/responses"])
+def test_the_cache_chooses_an_order_that_it_knows(http, route):
+    fields: dict[str, Any] = {"cache_salt": f"order {route}", "companions": COMPANIONS[:1], "max_tokens": 16}
+    if route == "/v1/responses":
+        fields["max_output_tokens"] = fields.pop("max_tokens")
+
+    def ask(*ids: str, **more: Any) -> dict[str, Any]:
+        documents = [next(each for each in DOCUMENTS if each["id"] == name) for name in ids]
+        if route == "chat":
+            return chat(http, documents=documents, **fields, **more)["kvmosaic"]
+        text = {"input": "Who?"} if route == "/v1/responses" else {"messages": MESSAGES[1:], "system": "Answer."}
+        return post(http, route, **text, documents=documents, **fields, **more)["kvmosaic"]
+
+    ask("ferry", "mill", "zoo")
+    sent = ask("mill", "zoo", "ferry", documents_order="sent")
+    assert [each["id"] for each in sent["documents"]] == ["mill", "zoo", "ferry"] and sent["documents"][0]["miss"]
+    chosen = ask("zoo", "ferry", "mill", documents_order="any")
+    assert [each["id"] for each in chosen["documents"]] == ["ferry", "zoo", "mill"]
+    assert all(each["reused_tokens"] == each["tokens"] for each in chosen["documents"])
+    assert "the cache chose the order of documents" in chosen["composition"]
+    assert "the cache chose" not in ask("ferry", "zoo", "mill", documents_order="any")["composition"]
+    refusal = http.post("/v1/chat/completions", json={"messages": MESSAGES, "documents_order": "best"})
+    assert refusal.status_code == 400 and "documents_order" in refusal.text
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"), [([], "1 to 24 texts, got 0"), (["a"] * 25, "24"), ([" "], "got ' '"), ("a", "list")]
 )

@@ -5,6 +5,7 @@ It may be a tiny random one, with a tokenizer whose tokens are the words of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ class EngineReplay:
         num_system = sum(segment.num_tokens for segment in prompt.segments[:2] if segment.kind in _BEFORE_DOCUMENTS)
         if variant.is_plain:
             prompt = prompt.joined()
+        prompt = replace(prompt, documents_order=variant.documents_order)
         one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         (output,) = self.llm.generate([prompt], one_token, chunk_context=variant.chunk_context)
         row.add((num_documents, _num_reused(output, num_system, num_documents)), _prompt_tokens(output))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.trace import Trace, TraceRequest
 from kvmosaic.layout import ChunkContext
+from kvmosaic.prompt import DocumentsOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Variant:
     preamble: Literal["all", "first", "auto"] = "all"
     """What documents see of the system text: all, its first block, or what the rule "auto" finds in its text."""
     chunk_context: ChunkContext = "system"
+    documents_order: DocumentsOrder = "sent"
     is_plain: bool = False
     """Whether prompts are ordinary ones, for the prefix cache alone."""
 
@@ -33,7 +35,8 @@ VARIANTS = (
     Variant("system", "the whole system text"),
     FIRST_BLOCK,
     Variant("auto", "it, up to the first date", "auto"),
-    Variant("companions", "it, and a companion", "auto", chunk_context="companions"),
+    Variant("companions", "it, and a companion", "auto", "companions"),
+    Variant("any-order", "the same, in the order that reuses most", "auto", "companions", "any"),
     Variant("none", "nothing", chunk_context="none"),
 )
 

@@ -80,6 +80,7 @@ def _request(texts: RequestTexts, variant: Variant) -> tuple[str, dict[str, Any]
         "messages": messages,
         "documents": list(texts.documents) or None,
         "chunk_context": variant.chunk_context,
+        "documents_order": variant.documents_order,
         "preamble": "auto" if variant.preamble == "auto" else "all",
     }
     return "/v1/chat/completions", body

@@ -15,6 +15,7 @@ from kvmosaic.bench.trace.prompts import PromptWriter
 from kvmosaic.bench.trace.replay import FIRST_BLOCK, ReplayRow, Variant, replay, reused_documents
 from kvmosaic.bench.trace.trace import BLOCK_TOKENS, Trace, TraceRequest
 from kvmosaic.cache import KVCache, Plan
+from kvmosaic.cache.document_order import in_best_order
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidTrace, RequestTooLarge
 from kvmosaic.layout import arrange
@@ -118,7 +119,11 @@ class _Simulation:
         """
         self._now = max(self._now, request.seconds)
         kv_cache = self._kv_cache
-        plan = kv_cache.plan(arrange(writer.prompt(request, variant), _STRATEGY, variant.chunk_context))
+        prompt = writer.prompt(request, variant)
+        layout = arrange(prompt, _STRATEGY, variant.chunk_context)
+        if variant.documents_order == "any":
+            layout = arrange(in_best_order(prompt, layout, kv_cache), _STRATEGY, variant.chunk_context)
+        plan = kv_cache.plan(layout)
         try:
             allocation = kv_cache.allocate(plan)
         except (ChunkCacheFull, RequestTooLarge) as error:

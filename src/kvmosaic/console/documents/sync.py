@@ -66,7 +66,7 @@ class UploadCounts:
             typer.echo(json.dumps(asdict(self), ensure_ascii=False))
             return
         for name, reason in list(self.refused.items())[:MAX_REFUSED_LINES]:
-            typer.echo(f"refused: {one_line(name)}: {one_line(reason, 400)}", err=True)
+            typer.echo(f"refused: {one_line(name, 400)}: {one_line(reason, 400)}", err=True)
         numbers = {name: getattr(self, name) for name in ("stored", "replaced", "unchanged", "deleted")}
         told = [f"{number:,} {name}" for name, number in numbers.items() if number or name == "stored"]
         told += [f"{len(self.refused):,} refused"] if self.refused else []

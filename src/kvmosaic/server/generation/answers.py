@@ -88,8 +88,7 @@ class GenerationRequest:
     def tally(self) -> UsageTotals:
         """Returns an empty usage count."""
         ids = frozenset().union(*(composed.document_ids for composed in self.prompts))
-        notes = [composed.notes for composed in self.prompts]
-        return UsageTotals([composed.prompt.num_tokens for composed in self.prompts], ids, notes, self.warnings)
+        return UsageTotals([composed.prompt.num_tokens for composed in self.prompts], ids, self.warnings)
 
     def index_of(self, prompt_index: int, answer: AnswerDelta) -> int:
         """Returns the index of a choice among all choices of the reply."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,8 +69,6 @@ class EncodedPrompt:
     """Reason if it was not composed."""
     document_ids: frozenset[str] = frozenset()
     """Names of segments that are document ids."""
-    notes: Mapping[int, str] = field(default_factory=dict)
-    """Notes on segments, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +141,7 @@ def chat_prompt(
         finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
         how = body, rendering, finder, _companions(sources, tenant, body)
         prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
-    composed = _told(sources.llm, _adapted(prompt, body), documents)
-    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
+    return _told(sources.llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
 
 
 def text_prompt(
@@ -171,8 +168,7 @@ def text_prompt(
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
     with told_by_place(body):
         prompt = encoder.encode(prompt, preamble=body.preamble)
-    composed = _told(llm, _adapted(prompt, body), documents)
-    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
+    return _told(llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
 
 
 def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> DocumentFinder:
@@ -228,7 +224,8 @@ def _encode_chat(
 
 
 def _adapted(prompt: Prompt, body: DocumentFields) -> Prompt:
-    return replace(prompt, adapter=getattr(body, "adapter", None))
+    order = getattr(body, "documents_order", None)
+    return replace(prompt, adapter=getattr(body, "adapter", None), documents_order=order)
 
 
 def _is_endless(body: DocumentFields) -> bool:
@@ -265,8 +262,8 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
         raise told from error
 
 
-def notes_of(store: DocumentStore, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> dict[int, str]:
-    """Returns notes on segments of a prompt, by number: texts that were probably meant as ids."""
+def remarked(store: DocumentStore, tenant: Tenant, documents: Sequence[Document], prompt: Prompt) -> Prompt:
+    """Returns a prompt with remarks on texts that were probably meant as ids."""
     short = {
         index: document.text
         for index, document in enumerate(documents)
@@ -278,8 +275,11 @@ def notes_of(store: DocumentStore, tenant: Tenant, documents: Sequence[Document]
         for index, text in short.items()
         if text in stored
     }
-    places = enumerate(segment.document for segment in prompt.segments)
-    return {place: meant[index] for place, index in places if index in meant} if meant else {}
+    if not meant:
+        return prompt
+    numbered = ((segment, segment.document) for segment in prompt.segments)
+    segments = (each if number is None else replace(each, remark=meant.get(number, "")) for each, number in numbered)
+    return replace(prompt, segments=tuple(segments))
 
 
 def _stored(store: DocumentStore, tenant: Tenant, texts: Sequence[str]) -> set[str]:

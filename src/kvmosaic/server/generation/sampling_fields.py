@@ -15,7 +15,7 @@ from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.llm import LLM
-from kvmosaic.prompt.segment import MAX_ADAPTER_CHARACTERS
+from kvmosaic.prompt.segment import MAX_ADAPTER_CHARACTERS, DocumentsOrder
 from kvmosaic.repair import FORMS, repair_policy
 from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
@@ -162,6 +162,13 @@ class GenerationFields(DocumentFields, StructuredFields):
         ),
     ] = None
     companions: CompanionsField = None
+    documents_order: Annotated[
+        DocumentsOrder | None,
+        Field(
+            description="Order of the documents: as sent, or any: the cache chooses which come first, so that the "
+            "fewest tokens are computed. Default: the server's setting."
+        ),
+    ] = None
     repair: Annotated[
         str | None,
         Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -98,17 +98,15 @@ class UsageTotals:
         self,
         num_prompt_tokens: Sequence[int],
         document_ids: frozenset[str],
-        notes: Sequence[Mapping[int, str]] = (),
         warnings: Sequence[str] = (),
     ) -> None:
-        """Creates a count from the tokens of each prompt, names that are ids, and notes by prompt and segment.
+        """Creates a count from the tokens of each prompt, and names that are ids.
 
         `warnings` are about the body of the request.
         """
         self._warnings = warnings
         self._num_prompt_tokens = list(num_prompt_tokens)
         self._document_ids = document_ids
-        self._notes = dict(enumerate(notes))
         self._reuse: dict[int, ReuseReport] = {}
         self.num_answer_tokens = 0
 
@@ -139,9 +137,7 @@ class UsageTotals:
     def report(self) -> ReplyReport:
         """Returns the outcome for every segment of every prompt."""
         segments = [
-            self._segment(index, segment, self._notes.get(index, {}).get(number, ""))
-            for index in sorted(self._reuse)
-            for number, segment in enumerate(self._reuse[index].segments)
+            self._segment(index, segment) for index in sorted(self._reuse) for segment in self._reuse[index].segments
         ]
         compositions = dict.fromkeys(self._reuse[index].composition for index in sorted(self._reuse))
         known = (reuse.time_to_first_token for reuse in self._reuse.values())
@@ -156,10 +152,10 @@ class UsageTotals:
             repair=_repair([reuse.repair for reuse in self._reuse.values() if reuse.repair is not None]),
         )
 
-    def _segment(self, prompt_index: int, segment: SegmentReuse, note: str) -> SegmentReport:
+    def _segment(self, prompt_index: int, segment: SegmentReuse) -> SegmentReport:
         whole = re.sub(r" \(\d+/\d+\)\Z", "", segment.name or "")
         document_id = next((name for name in (segment.name, whole) if name in self._document_ids), None)
-        return SegmentReport(**segment.to_reply(prompt_index, document_id, note))
+        return SegmentReport(**segment.to_reply(prompt_index, document_id))
 
 
 def _repair(uses: Sequence[RepairUse]) -> RepairReport | None:
