@@ -181,6 +181,7 @@ async def test_stopping_a_sleeper_tells_everyone(model) -> None:
     await engine.sleep()
     waiting = asyncio.create_task(read(engine, random_prompt(0)))
     await until(lambda: engine.num_waiting == 1)
+    await engine.call(lambda _: None)  # the request is no longer a queued command
     await asyncio.wait_for(engine.close(), 120)
     assert await waiting == []
     with pytest.raises(EngineStopped):

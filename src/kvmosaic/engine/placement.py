@@ -91,7 +91,8 @@ class Placer:
         self._kv_cache = kv_cache
         room = kv_cache.request_pool.num_blocks * kv_cache.request_pool.block_size
         self._max_in_full = min(room, max_positions or room)
-        if config.says("repair"):
+        self._has_default = not config.says("repair")
+        if not self._has_default:
             check_model(self.repair, model)
 
     def place(
@@ -124,7 +125,7 @@ class Placer:
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
         likeness = _likeness_of(layout)
-        is_default = repair is None and not self._config.says("repair")
+        is_default = repair is None and self._has_default
         if is_default:
             wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))

@@ -103,7 +103,7 @@ def test_client_that_leaves_the_queue_ends_its_request(server: RunningServer, pa
     assert server.services.admission.num_waiting == 1
     waiting.close()
     wait_until(lambda: server.services.engine.num_waiting == 0)
-    assert server.services.admission.num_under_way == 1
+    wait_until(lambda: server.services.admission.num_under_way == 1)
     assert server.services.engine.num_running == 1
     running.close()
     wait_until(lambda: is_idle(server))
