@@ -235,7 +235,7 @@ def _remove(body: Any, path: Sequence[str | int]) -> None:
     *way, last = path
     for part in way:
         body = body[part]
-    if isinstance(body, list):
+    if isinstance(last, int):
         del body[last]
     else:
         body.pop(last, None)

@@ -162,10 +162,16 @@ def test_a_body_of_codex_is_answered(tool_server: RunningServer, calling: openai
     assert reply.output[0].name == "shell"
     jsonschema.validate(json.loads(reply.output[0].arguments), SCHEMAS["shell"])
     with httpx.Client(base_url=tool_server.url, timeout=60, trust_env=False) as http:
-        nested = {**body, "tools": NESTED, "tool_choice": {"type": "function", "function": {"name": "add"}}}
+        nested = {
+            **body,
+            "tools": [each | {"kept": 1} for each in NESTED],
+            "tool_choice": {"type": "function", "function": {"name": "add"}},
+        }
         read = post(http, "/v1/responses", **nested | {"stream": False, "top_logprobs": 1})
     assert read["output"][0]["name"] == "add"
-    assert "log probabilities were ignored: answers that may call tools have none" in read["kvmosaic"]["warnings"]
+    told = read["kvmosaic"]["warnings"]
+    assert told[-1] == "log probabilities were ignored: answers that may call tools have none"
+    assert "unknown field 'tools.*.kept' was ignored" in told
 
 
 class Scripted:

@@ -218,8 +218,7 @@ class ResponseWriter:
         began, has_part = block.event, bool(block.parts)
         head: dict[str, Any] = {"id": self._item_id(began, index), "status": status}
         if isinstance(began, CallStart):
-            call = {"call_id": began.id, "name": began.name, "arguments": block.text}
-            return OutputCall(**head, type="function_call", **call)
+            return OutputCall(**head, type="function_call", call_id=began.id, name=began.name, arguments=block.text)
         if isinstance(began, ReasoningText):
             thoughts = [_reasoning(block.text)] if has_part else []
             return OutputReasoning(**head, type="reasoning", summary=[], content=thoughts)

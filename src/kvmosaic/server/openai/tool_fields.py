@@ -53,8 +53,9 @@ class NamedChoice(Body):
 
 def flat_function(value: Any) -> Any:
     """A tool or a choice of /v1/responses, also where it has the nested form of the chat route."""
-    inner = value.get("function") if isinstance(value, Mapping) else None
-    return {"type": value["type"], **inner} if isinstance(inner, Mapping) and "type" in value else value
+    if not isinstance(value, Mapping) or not isinstance(value.get("function"), Mapping):
+        return value
+    return {name: each for name, each in value.items() if name != "function"} | value["function"]
 
 
 def _function_only(value: Any) -> Any:
