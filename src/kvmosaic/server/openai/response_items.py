@@ -84,7 +84,7 @@ class InputReasoning(Body):
     """What a model wrote for itself in an earlier reply; chat templates read it as `reasoning_content`."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)]
+    content: Annotated[list[ReasoningPart], Field(min_length=1, max_length=MAX_MESSAGES)]
     id: Ignored = None
     status: Ignored = None
     summary: Ignored = None
