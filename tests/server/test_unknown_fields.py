@@ -72,6 +72,25 @@ NEEDLESS: list[tuple[str, dict[str, Any], list[str]]] = [
         ["'text.verbosity' was ignored: say", "'reasoning' was ignored: use", "'truncation' was ignored: prompts are"],
     ),
     (
+        "/v1/responses",
+        {
+            "include": ["file_search_call.results", "reasoning.encrypted_content", "web_search_call.action.sources"],
+            "tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "web_search"}],
+            "input": [
+                {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+                {"role": "user", "content": "Where?", "style": 1},
+                {"type": "reasoning", "summary": [], "content": None},
+            ],
+        },
+        [
+            "unknown field 'input.*.style' was ignored",
+            "'input.*' was ignored: reasoning without a text",
+            "'include.*' was ignored: there is nothing",
+            "'tools.*' was ignored: tools of type 'web_search' cannot",
+            "'tools.*' was ignored: tools of type 'custom' cannot",
+        ],
+    ),
+    (
         ANTHROPIC,
         {
             "messages": [{"role": "user", "content": [CITED, {"type": "text", "text": "What is red?"}]}],
@@ -99,6 +118,8 @@ def test_fields_without_which_the_answer_is_right_are_ignored_with_their_reasons
 def test_a_strict_server_refuses_fields_that_it_does_not_support(strict: RunningServer) -> None:
     reply = ask(strict, reasoning_effort="high")
     assert reply.status_code == 400 and "not supported: use chat_template_kwargs" in reply.text
+    reply = ask(strict, "/v1/responses", tools=[{"type": "web_search"}])
+    assert reply.json()["error"]["param"] == "tools.0" and "only functions; leave it out" in reply.text
 
 
 def test_empty_turns_before_the_last_one_are_read(tolerant: RunningServer) -> None:

@@ -121,7 +121,13 @@ SEEDS = [
         "POST",
         "/v1/responses",
         {
-            "input": [{"role": "user", "content": [{"type": "input_text", "text": "Where?"}]}],
+            "input": [
+                {"type": "function_call", "call_id": "1", "name": "find", "arguments": '{"a": 1}'},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                {"role": "user", "content": [{"type": "input_text", "text": "Where?"}]},
+            ],
+            "tools": [{"type": "web_search"}],
+            "include": ["reasoning.encrypted_content"],
             "max_output_tokens": 4,
             "stream": True,
             "text": {"format": {"type": "json_schema", "name": "place", "schema": SHAPE}},

@@ -49,6 +49,13 @@ class Reply(BaseModel):
     """A part of a reply; what is not set is not sent."""
 
 
+def unsupported(reason: str, *, matters: bool = True) -> PydanticCustomError:
+    """Returns the error of a part that is known but not supported; see `Only`."""
+    return PydanticCustomError(
+        "unsupported" if matters else NEEDLESS, "not supported: {reason}; leave it out", {"reason": reason}
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Only:
     """A field that is known but not supported: its default is accepted, any other value is refused with the reason.
@@ -70,8 +77,7 @@ class Only:
     def _check(self, value: Any) -> Any:
         if any(value == known and type(value) is type(known) for known in self.allowed):
             return value
-        kind = "unsupported" if self.matters else NEEDLESS
-        raise PydanticCustomError(kind, "not supported: {reason}; leave it out", {"reason": self.reason})
+        raise unsupported(self.reason, matters=self.matters)
 
 
 def check_plain(value: Any) -> Any:

@@ -184,7 +184,7 @@ def without_unknown_fields(faults: Sequence[Mapping[str, Any]], body: Any) -> tu
     """
     found = [(path, fault) for fault in faults if (path := _unknown(fault, body))]
     shown = {_shown(path): path for path, fault in found if fault["type"] != NEEDLESS}
-    reasons = {_shown(path): fault["ctx"]["reason"] for path, fault in found if fault["type"] == NEEDLESS}
+    needless = [(_shown(path), fault["ctx"]["reason"]) for path, fault in found if fault["type"] == NEEDLESS]
     if len(shown) > MAX_UNKNOWN:
         raise ApiError(400, f"the body has more than {MAX_UNKNOWN} different unknown fields; remove them")
     for path in shown.values():
@@ -192,10 +192,10 @@ def without_unknown_fields(faults: Sequence[Mapping[str, Any]], body: Any) -> tu
     if not found:
         return body, ()
     pruned = copy.deepcopy(body)
-    for path, _ in found:
+    for path, _ in reversed(found):  # places in a list stay until it is their turn
         _remove(pruned, path)
     warnings = [f"unknown field {name!r} was ignored" for name in shown]
-    return pruned, (*warnings, *(f"{name!r} was ignored: {reason}" for name, reason in reasons.items()))
+    return pruned, (*warnings, *(f"{name!r} was ignored: {reason}" for name, reason in dict.fromkeys(needless)))
 
 
 def _unknown(fault: Mapping[str, Any], body: Any) -> list[str | int]:
@@ -236,7 +236,10 @@ def _remove(body: Any, path: Sequence[str | int]) -> None:
     *way, last = path
     for part in way:
         body = body[part]
-    body.pop(last, None)
+    if isinstance(last, int):
+        del body[last]
+    else:
+        body.pop(last, None)
 
 
 _REFERENCE = re.compile(r'"#/components/schemas/([^"]+)"')

@@ -113,15 +113,23 @@ def test_json_keeps_to_its_schema(http):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tools.0"),
+        ({"tool_choice": {"type": "custom", "name": "b"}}, "tool_choice.type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tool_choice": {"type": "function", "name": "b"}}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["file_search_call.results"]}, "include.0"),
         ({"metadata": {"k": "x" * 513}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
+        ({"input": [{"type": "local_shell_call", "call_id": "1"}]}, "input.0"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "a"}]}, "input.0.arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]}]}, "input.0"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "other", "text": "a"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"n": 2}, "n"),
@@ -133,7 +141,11 @@ def test_field_is_refused_by_its_name(http, fields, param):
 
 
 def test_nothing_is_kept(http, client):
-    assert "nothing is kept" in refused(http, ROUTE, input="a", previous_response_id="resp_1")["message"]
+    for fields in (
+        {"input": "a", "previous_response_id": "resp_1"},
+        {"input": [{"type": "item_reference", "id": "1"}]},
+    ):
+        assert "nothing is kept" in refused(http, ROUTE, **fields)["message"]
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
 

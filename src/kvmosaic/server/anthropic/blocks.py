@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvmosaic.api.fields import NEEDLESS, Body, Ignored, Name, Plain, Text
+from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text, unsupported
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import MAX_MESSAGES
 
@@ -51,7 +51,7 @@ def _tag_of(*known: str) -> Discriminator:
 
 def _check_citations(value: Any) -> Any:
     if value is not None and value.get("enabled") not in (None, False):
-        raise PydanticCustomError(NEEDLESS, "not supported: {reason}; leave it out", {"reason": "answers do not cite"})
+        raise unsupported("answers do not cite", matters=False)
     return value
 
 

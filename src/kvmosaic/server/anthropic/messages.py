@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from pydantic_core import from_json
 
 from kvmosaic.api.error_forms import MESSAGES_ROUTE, messages_error
 from kvmosaic.api.errors import ApiError
-from kvmosaic.engine import AnswerDelta
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.anthropic.conversation import read_conversation
@@ -34,14 +32,7 @@ from kvmosaic.server.anthropic.replies import (
 )
 from kvmosaic.server.anthropic.request import CountRequest, MessagesRequest
 from kvmosaic.server.execution import PromptRunner
-from kvmosaic.server.generation.answers import (
-    GenerationRequest,
-    WholeAnswer,
-    deltas,
-    pieces_of,
-    reply_of,
-    whole_answers,
-)
+from kvmosaic.server.generation.answers import GenerationRequest, deltas, whole_answers
 from kvmosaic.server.generation.prompts import (
     BlockDocuments,
     EncodedPrompt,
@@ -51,10 +42,10 @@ from kvmosaic.server.generation.prompts import (
     served_model,
 )
 from kvmosaic.server.generation.sampling_fields import prepared
-from kvmosaic.server.generation.tool_answers import ToolAnswers, read_delta, tool_answers
+from kvmosaic.server.generation.tool_answers import Block, BlockAnswer, BlockStep, ToolAnswers, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
-from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
+from kvmosaic.tools import CallStart, ContentText, ReasoningText
 from kvmosaic.web.json_body import route_class, warn
 from kvmosaic.web.sse import StreamForm, event, open_stream
 
@@ -102,7 +93,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         if body.stream:
             return await open_stream(request, writer.events(), FORM)
         (answer,), tally = await whole_answers(asked, partial(BlockAnswer.new, tools))
-        return await reply_of(lambda: writer.whole(answer, tally), [answer])
+        return writer.whole(answer, tally)
 
     @routes.post(COUNT_ROUTE, response_model=TokenCount, responses=messages_error_replies())
     async def count_message_tokens(
@@ -152,10 +143,10 @@ class MessageWriter:
 
     def whole(self, answer: BlockAnswer, tally: UsageTotals) -> MessageReply:
         """Returns one reply with the answer."""
-        stop_reason, stop_sequence = answer.stop
+        stop_reason, stop_sequence = _stop(answer)
         return MessageReply(
             **self._head,
-            content=answer.content(),
+            content=[_block(block) for block in answer.blocks],
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
             usage=usage_of(tally),
@@ -172,9 +163,9 @@ class MessageWriter:
                     has_begun = True
                     yield _told(self._begin(tally))
                 for new in delta.answers:
-                    for piece in await pieces_of(partial(answer.events, new), new):
-                        yield _told(piece)
-        stop_reason, stop_sequence = answer.stop
+                    for step in answer.steps(new):
+                        yield _told(_piece(step))
+        stop_reason, stop_sequence = _stop(answer)
         yield _told(
             MessageEvent(
                 type="message_delta",
@@ -194,98 +185,39 @@ def _told(piece: MessageEvent) -> str:
     return event(piece, piece.type)
 
 
-@dataclass(slots=True)
-class _Block:
-    """One block, and its text so far."""
-
-    event: CallEvent
-    parts: list[str] = field(default_factory=list)
-
-    def reply(self) -> BlockReply:
-        text = "".join(self.parts)
-        if isinstance(self.event, CallStart):
-            return ToolUseReply(type="tool_use", id=self.event.id, name=self.event.name, input=_read_input(text))
-        if isinstance(self.event, ReasoningText):
-            return ThinkingReply(type="thinking", thinking=text, signature="")
-        return TextReply(type="text", text=text, citations=None)
+def _piece(step: BlockStep) -> MessageEvent:
+    if step.kind == "begin":
+        return MessageEvent(type="content_block_start", index=step.index, content_block=_block(step.block))
+    if step.kind == "more":
+        return MessageEvent(type="content_block_delta", index=step.index, delta=_delta(step))
+    return MessageEvent(type="content_block_stop", index=step.index)
 
 
-@dataclass(slots=True, kw_only=True)
-class BlockAnswer(WholeAnswer):
-    """One answer as blocks, whole or as events."""
-
-    parser: CallParser | None = None
-    _blocks: list[_Block] = field(default_factory=list)
-
-    @classmethod
-    def new(cls, tools: ToolAnswers | None) -> BlockAnswer:
-        """Returns an empty answer, which calls the tools of the request."""
-        return cls(parser=None if tools is None else tools.parser())
-
-    def add(self, delta: AnswerDelta) -> None:
-        """Appends a delta."""
-        self.events(delta)
-
-    def events(self, delta: AnswerDelta) -> list[MessageEvent]:
-        """Appends a delta, and returns the events that tell it."""
-        WholeAnswer.add(self, delta)
-        events = [event for each in self._read(delta) for event in self._told(each)]
-        if delta.finish_reason is not None and self._blocks:
-            events.append(self._end())
-        return events
-
-    def content(self) -> list[BlockReply]:
-        """Returns all blocks."""
-        return [block.reply() for block in self._blocks]
-
-    @property
-    def stop(self) -> tuple[StopReason, str | None]:
-        """Why the answer ended, and the stop text that ended it."""
-        if self.finish_reason == "length":
-            return "max_tokens", None
-        if self.parser is not None and self.parser.is_called(self.stop_reason):
-            return "tool_use", None
-        if isinstance(self.stop_reason, str):
-            return "stop_sequence", self.stop_reason
-        return "end_turn", None
-
-    def _read(self, delta: AnswerDelta) -> Sequence[CallEvent]:
-        if self.parser is not None:
-            return read_delta(self.parser, delta)
-        return [ContentText(delta.text)] if delta.text else []
-
-    def _told(self, event: CallEvent) -> list[MessageEvent]:
-        """Adds to the block that is open, or ends it and begins another."""
-        events = list[MessageEvent]()
-        if isinstance(event, CallStart) or self._is_other(event):
-            if self._blocks:
-                events.append(self._end())
-            self._blocks.append(_Block(event))
-            index = len(self._blocks) - 1
-            events.append(MessageEvent(type="content_block_start", index=index, content_block=self._blocks[-1].reply()))
-        if isinstance(event, CallStart) or not event.text:
-            return events
-        self._blocks[-1].parts.append(event.text)
-        events.append(MessageEvent(type="content_block_delta", index=len(self._blocks) - 1, delta=_delta(event)))
-        return events
-
-    def _is_other(self, event: CallEvent) -> bool:
-        """Whether an event of text does not belong to the open block."""
-        for kind in (ContentText, ReasoningText):
-            if isinstance(event, kind):
-                return not self._blocks or not isinstance(self._blocks[-1].event, kind)
-        return False
-
-    def _end(self) -> MessageEvent:
-        return MessageEvent(type="content_block_stop", index=len(self._blocks) - 1)
+def _block(block: Block) -> BlockReply:
+    if isinstance(block.event, CallStart):
+        return ToolUseReply(type="tool_use", id=block.event.id, name=block.event.name, input=_read_input(block.text))
+    if isinstance(block.event, ReasoningText):
+        return ThinkingReply(type="thinking", thinking=block.text, signature="")
+    return TextReply(type="text", text=block.text, citations=None)
 
 
-def _delta(event: Any) -> BlockDelta:
-    if isinstance(event, ContentText):
-        return BlockDelta(type="text_delta", text=event.text)
-    if isinstance(event, ReasoningText):
-        return BlockDelta(type="thinking_delta", thinking=event.text)
-    return BlockDelta(type="input_json_delta", partial_json=event.text)
+def _stop(answer: BlockAnswer) -> tuple[StopReason, str | None]:
+    """Why the answer ended, and the stop text that ended it."""
+    if answer.finish_reason == "length":
+        return "max_tokens", None
+    if answer.is_called:
+        return "tool_use", None
+    if isinstance(answer.stop_reason, str):
+        return "stop_sequence", answer.stop_reason
+    return "end_turn", None
+
+
+def _delta(step: BlockStep) -> BlockDelta:
+    if isinstance(step.block.event, ContentText):
+        return BlockDelta(type="text_delta", text=step.text)
+    if isinstance(step.block.event, ReasoningText):
+        return BlockDelta(type="thinking_delta", thinking=step.text)
+    return BlockDelta(type="input_json_delta", partial_json=step.text)
 
 
 def _read_input(arguments: str) -> dict[str, Any]:

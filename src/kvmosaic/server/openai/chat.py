@@ -43,6 +43,7 @@ from kvmosaic.server.openai.replies import (
     ToolCallReply,
 )
 from kvmosaic.server.openai.request_fields import StreamOptions, check_stream_options
+from kvmosaic.server.openai.response_schemas import ResponseRequest
 from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
@@ -71,7 +72,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         model = served_model(sources, body.model)
         check_stream_options(body.stream, body.stream_options)
         runner.admission.check(tenant)
-        prompts, params, tools = await threads.run(tenant.name, _read, sources, tenant, body)
+        prompts, params, tools = await threads.run(tenant.name, read_conversation, sources, tenant, body)
         asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, (prompts, params))
         writer = ChatWriter(asked, model, token_bytes, tools)
         if body.stream:
@@ -82,9 +83,15 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
     return routes
 
 
-def _read(
-    sources: PromptSources, tenant: Tenant, body: ChatRequest
+def read_conversation(
+    sources: PromptSources, tenant: Tenant, body: ChatRequest | ResponseRequest
 ) -> tuple[list[EncodedPrompt], SamplingParams, ToolAnswers | None]:
+    """Returns the prompt of a conversation, and how it is answered.
+
+    Raises:
+        ApiError: 400, tools that cannot be called.
+        InvalidMessages, InvalidSampling: and what `chat_prompt` raises.
+    """
     with named_by_field():
         request = body.tool_request()
         params = body.sampling_params(sources.sampling_defaults())

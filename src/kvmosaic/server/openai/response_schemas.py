@@ -26,30 +26,20 @@ from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.generation.prompts import Rendering
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.generation.usage import ReplyReport, Usage
-from kvmosaic.server.openai.chat_request import Content
 from kvmosaic.server.openai.logprobs import TokenLogprob
 from kvmosaic.server.openai.request_fields import MAX_LOGPROBS, JsonObjectFormat, SharedFields, TextFormat
+from kvmosaic.server.openai.response_items import (
+    InputItem,
+    ItemStatus,
+    OutputItem,
+    OutputText,
+    ReasoningContent,
+    in_turns,
+)
+from kvmosaic.server.openai.tool_fields import FlatChoice, FlatChoiceField, FlatTools
+from kvmosaic.tools import ToolRequest, read_tool_request
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class InputMessage(Body):
-    """A message of the conversation, or an answer of an earlier reply."""
-
-    type: Annotated[Literal["message"], Field(description="Only messages can be read.")] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the message as the prompt encoder reads it."""
-        content = self.content
-        kept = content if isinstance(content, str) else [part.model_dump(exclude_none=True) for part in content]
-        if not isinstance(kept, str):
-            kept = [{**part, "type": "text"} for part in kept]
-        return {"role": self.role, "content": kept}
 
 
 class NamedSchemaFormat(Body):
@@ -75,7 +65,11 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
+_NO_LOGPROBS = "answers that may call tools have none"
 _NO_REASONING: tuple[Any, ...] = (None, {}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None})
+Included = Annotated[
+    Any, Only((LOGPROBS, "reasoning.encrypted_content"), "there is nothing of this kind here", matters=False)
+]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -92,15 +86,13 @@ class ResponseRequest(SharedFields):
 
     input: Annotated[
         Annotated[Text, Tag("text")]
-        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("messages")],
-        Discriminator(lambda value: "text" if isinstance(value, str) else "messages"),
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
     ]
     instructions: Annotated[Text | None, Field(description="The system text; it precedes that of the input.")] = None
     max_output_tokens: NumTokens | None = None
     text: TextField | None = None
-    include: Annotated[
-        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=16)
-    ] = None
+    include: Annotated[list[Included] | None, Field(max_length=16)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
     metadata: Annotated[Metadata | None, Field(description="Sent back with the reply.")] = None
     stream_options: ResponseStreamOptions | None = None
@@ -109,21 +101,29 @@ class ResponseRequest(SharedFields):
     conversation: Annotated[Any, Only((None,), "nothing is kept here, so send the whole conversation")] = None
     prompt: Annotated[Any, Only((None,), "no prompts are kept here")] = None
     background: Annotated[Any, Only((None, False), "nothing is kept here, so there would be no reply to fetch")] = None
-    tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
-    tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    tools: Annotated[
+        FlatTools | None,
+        Field(description="Functions that the model may call; tools of other types are ignored with a warning."),
+    ] = None
+    tool_choice: Annotated[
+        FlatChoiceField | None,
+        Field(description="required or a function: the answer is a call that keeps to the schema. Default: auto."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="false: at most one call in an answer. Default: true.")
+    ] = None
     reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs", matters=False)] = None
     truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut", matters=False)] = None
     context_management: Annotated[Any, Only((None, []), "prompts are never cut", matters=False)] = None
     moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
-    parallel_tool_calls: Ignored = None
     max_tool_calls: Ignored = None
 
-    def messages(self) -> list[dict[str, Any]]:
+    def plain_messages(self) -> list[dict[str, Any]]:
         """Returns the conversation as the prompt encoder reads it, instructions first."""
         if isinstance(self.input, str):
             messages: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
         else:
-            messages = [message.plain() for message in self.input]
+            messages = in_turns(item.plain() for item in self.input)
         if not self.instructions:
             return messages
         if messages[0]["role"] not in ("system", "developer"):
@@ -132,8 +132,35 @@ class ResponseRequest(SharedFields):
         return [{**messages[0], "content": parts}, *messages[1:]]
 
     def rendering(self) -> Rendering:
-        """Returns how the conversation is rendered."""
-        return Rendering(template_options=self.chat_template_kwargs)
+        """Returns how the conversation is rendered.
+
+        Raises:
+            InvalidTools: tools that cannot be called.
+        """
+        read = self.tool_request()
+        tools = () if read is None else tuple(read.for_template())
+        return Rendering(template_options=self.chat_template_kwargs, tools=tools)
+
+    def tool_request(self) -> ToolRequest | None:
+        """Returns the tools and how they may be called; None without tools.
+
+        Raises:
+            InvalidTools: tools that cannot be called, or a choice that does not go with them.
+        """
+        choice = self.tool_choice.plain() if isinstance(self.tool_choice, FlatChoice) else self.tool_choice
+        return read_tool_request([tool.plain() for tool in self.tools or ()], choice, self.parallel_tool_calls)
+
+    def warning(self) -> str:
+        """What of the request is ignored; empty: nothing."""
+        return f"log probabilities were ignored: {_NO_LOGPROBS}" if self._wants_logprobs and self._may_call else ""
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    @property
+    def _may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters.
@@ -141,8 +168,7 @@ class ResponseRequest(SharedFields):
         Raises:
             InvalidSampling: values that do not go together.
         """
-        wants = self.top_logprobs is not None or LOGPROBS in (self.include or ())
-        logprobs = (self.top_logprobs or 0) if wants else None
+        logprobs = (self.top_logprobs or 0) if self._wants_logprobs and not self._may_call else None
         return self.sampling(defaults, max_tokens=self.max_output_tokens, logprobs=logprobs)
 
     def _format(self) -> StructuredOutputs | None:
@@ -152,26 +178,7 @@ class ResponseRequest(SharedFields):
         return StructuredOutputs(json=form.json_schema) if isinstance(form, NamedSchemaFormat) else None
 
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class OutputText(Reply):
-    """The text of an answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[TokenLogprob]
-
-
-class OutputMessage(Reply):
-    """The answer."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
+Status = ItemStatus | Literal["failed"]
 
 
 class InputTokensDetails(Reply):
@@ -238,7 +245,7 @@ class Response(Reply):
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -249,8 +256,8 @@ class Response(Reply):
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none"]
-    tools: list[Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
@@ -266,8 +273,10 @@ class ResponseEvent(Reply):
     output_index: int | None = None
     content_index: int | None = None
     item_id: str | None = None
-    item: OutputMessage | None = None
-    part: OutputText | None = None
+    item: OutputItem | None = None
+    part: OutputText | ReasoningContent | None = None
     delta: str | None = None
     text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
     logprobs: list[TokenLogprob] | None = None

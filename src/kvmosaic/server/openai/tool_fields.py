@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text
+from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text, unsupported
 from kvmosaic.errors import InvalidTools
 from kvmosaic.tools.request import MAX_NAME_CHARACTERS, MAX_TOOL_CHARACTERS, MAX_TOOLS, NAME_PATTERN
 from kvmosaic.web.errors import as_api_error
@@ -51,6 +51,42 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
+def flat_function(value: Any) -> Any:
+    """A tool or a choice of /v1/responses, also where it has the nested form of the chat route."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("function"), Mapping):
+        return value
+    return {name: each for name, each in value.items() if name != "function"} | value["function"]
+
+
+def _function_only(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind != "function":
+        raise unsupported(f"tools of type {kind!r:.80} cannot be called here, only functions", matters=False)
+    return flat_function(value)
+
+
+class FlatTool(FunctionFields):
+    """A tool of /v1/responses."""
+
+    type: Literal["function"]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the tool as `read_tool_request` reads it."""
+        return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
+
+
+class FlatChoice(NamedFunction):
+    """A choice of one function, of /v1/responses."""
+
+    type: Literal["function"]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the choice as `read_tool_request` reads it."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+FlatTools = Annotated[list[Annotated[FlatTool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
+FlatChoiceField = Annotated[Literal["none", "auto", "required"] | FlatChoice, BeforeValidator(flat_function)]
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 ToolChoiceField = Literal["none", "auto", "required"] | NamedChoice
 
