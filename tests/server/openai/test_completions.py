@@ -79,6 +79,18 @@ def test_prompt_is_echoed(http):
     assert streamed(http, PROMPTS, echo=True)[0] == texts(complete(http, PROMPTS, echo=True))
 
 
+def test_a_bias_bans_a_token_or_lets_it_always_come(http):
+    likely = complete(http, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    (banned,) = set(post(http, "/tokenize", prompt=likely[0], add_special_tokens=False)["tokens"])
+    biased = complete(http, logprobs=0, logit_bias={str(banned): -100})["choices"][0]["logprobs"]
+    assert likely[0] not in biased["tokens"]
+    always = complete(http, logprobs=0, temperature=1, logit_bias={str(banned): 100})["choices"][0]["logprobs"]
+    assert set(always["tokens"]) == {likely[0]}
+    assert always["token_logprobs"][0] != 0  # the model's own
+    error = refused(http, ROUTE, prompt=PROMPTS[0], logit_bias={"2000000000": 1})
+    assert error["status"] == 400 and "logit_bias has the token id 2000000000" in error["message"]
+
+
 def test_documents_stand_before_the_prompt(http):
     cold = complete(http, QUESTION, documents=DOCUMENTS, cache_salt="completions")
     warm = complete(http, QUESTION, documents=DOCUMENTS[::-1], cache_salt="completions")

@@ -85,7 +85,7 @@ class StructuredFields(Body):
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
     "window_tokens", "sink_tokens", "repair",
 )  # fmt: skip
 
@@ -188,7 +188,7 @@ class GenerationFields(DocumentFields, StructuredFields):
                 f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
                 "tokens: ask for fewer, and go on with another request"
             )
-        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name, None)) is not None}
         return SamplingParams(
             **{**defaults, **given},
             n=n,

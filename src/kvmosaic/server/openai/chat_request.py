@@ -21,16 +21,12 @@ from kvmosaic.api.fields import (
 )
 from kvmosaic.errors import InvalidSampling
 from kvmosaic.prompt.message import MAX_MESSAGES
-from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.generation.prompts import Rendering
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.openai.request_fields import (
-    MAX_CHOICES,
     MAX_LOGPROBS,
-    ResponseFormat,
-    SharedFields,
-    StreamOptions,
-    structure_of,
+    ChoiceFields,
 )
 from kvmosaic.server.openai.tool_fields import Calls, NamedChoice, ToolChoiceField, Tools, plain_tools
 from kvmosaic.tools import ToolRequest, read_tool_request
@@ -141,7 +137,7 @@ class ChatFields(Body):
         return [message.plain() for message in self.messages]
 
 
-class ChatRequest(SharedFields, ChatFields):
+class ChatRequest(ChoiceFields, ChatFields):
     """A body of /v1/chat/completions."""
 
     model_config = example(
@@ -150,7 +146,6 @@ class ChatRequest(SharedFields, ChatFields):
         max_tokens=16,
     )
 
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
     max_tokens: NumTokens | None = None
     max_completion_tokens: Annotated[
         NumTokens | None,
@@ -158,8 +153,6 @@ class ChatRequest(SharedFields, ChatFields):
     ] = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
     tool_choice: Annotated[
         ToolChoiceField | None,
         Field(description="required or a function: the answer is a call that keeps to the schema. Default: auto."),
@@ -185,9 +178,6 @@ class ChatRequest(SharedFields, ChatFields):
         """
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
         return read_tool_request(plain_tools(self.tools), choice, self.parallel_tool_calls)
-
-    def _format(self) -> StructuredOutputs | None:
-        return structure_of(self.response_format)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters.

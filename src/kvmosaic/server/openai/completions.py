@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from kvmosaic.api.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
 from kvmosaic.engine import AnswerDelta
-from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
+from kvmosaic.sampling import Logprob, SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import (
@@ -32,11 +32,9 @@ from kvmosaic.server.openai.replies import Completion, TextChoice
 from kvmosaic.server.openai.request_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
-    ResponseFormat,
-    SharedFields,
+    ChoiceFields,
     StreamOptions,
     check_stream_options,
-    structure_of,
 )
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.errors import ApiError, error_replies, streamed
@@ -66,21 +64,18 @@ PromptField = Annotated[
 ]
 
 
-class CompletionRequest(SharedFields):
+class CompletionRequest(ChoiceFields):
     """A body of /v1/completions."""
 
     model_config = example(prompt="The ferry goes to", max_tokens=16)
 
     prompt: PromptField
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Must equal n."), INTEGRAL] = None
     max_tokens: NumTokens | None = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
     echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
         False
     )
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
     suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
@@ -91,9 +86,6 @@ class CompletionRequest(SharedFields):
         """
         most = self.max_tokens or DEFAULT_MAX_TOKENS
         return self.sampling(defaults, n=self.n or 1, max_tokens=most, logprobs=self.logprobs)
-
-    def _format(self) -> StructuredOutputs | None:
-        return structure_of(self.response_format)
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:

@@ -111,6 +111,7 @@ class ResponseRequest(SharedFields):
     background: Annotated[Any, Only((None, False), "nothing is kept here, so there would be no reply to fetch")] = None
     tools: Annotated[Any, Only((None, []), "tools cannot be called")] = None
     tool_choice: Annotated[Any, Only((None, "none", "auto"), "tools cannot be called")] = None
+    logit_bias: Annotated[Any, Only((None, {}), "use /v1/chat/completions")] = None
     reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs", matters=False)] = None
     truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut", matters=False)] = None
     context_management: Annotated[Any, Only((None, []), "prompts are never cut", matters=False)] = None
