@@ -18,7 +18,7 @@ def deep(levels):
         ({"cache_sallt": "x"}, "cache_sallt"),
         ({"documents": [{"text": "a", "titel": "b"}]}, "documents.0"),
         ({"messages": [{"role": "user", "content": "a", "texts": 1}]}, "messages.0.texts"),
-        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),

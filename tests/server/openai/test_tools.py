@@ -214,10 +214,19 @@ def tool_model_tokenizer(server: RunningServer) -> Any:
     return server.llm.model.tokenizer
 
 
-def test_a_model_whose_template_shows_no_tools_says_so(http: httpx.Client) -> None:
-    for choice in ("auto", "required", "none"):
-        error = refused(http, ROUTE, messages=MESSAGES, tools=TOOLS, tool_choice=choice)
-        assert error["status"] == 400 and "does not show tools" in error["message"]
+def test_a_model_whose_template_shows_no_tools_is_told_and_so_is_the_client(http: httpx.Client) -> None:
+    asked = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "seed": 5, "temperature": 1}
+    for choice, names in (("required", set(SCHEMAS)), (ADD, {"add"})):
+        reply = http.post(ROUTE, json={**asked, "tool_choice": choice}).raise_for_status()
+        read = reply.json()
+        assert "the system text tells of them" in read["kvmosaic"]["warnings"][0]
+        assert "the system text tells of them" in reply.headers["x-kvmosaic-warning"]
+        (choice,) = read["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] in names
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+    plain = post(http, ROUTE, messages=MESSAGES, max_tokens=1)["usage"]["prompt_tokens"]
+    assert post(http, ROUTE, **{**asked, "tool_choice": "none"})["usage"]["prompt_tokens"] > plain + 50
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from kvmosaic.sampling.params import FOLLOWED
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.tools import shows_tools
 from kvmosaic.web.errors import ApiError
 
 
@@ -71,6 +72,8 @@ class EncodedPrompt:
     """Names of segments that are document ids."""
     notes: Mapping[int, str] = field(default_factory=dict)
     """Notes on segments, by number."""
+    warning: str = ""
+    """What the body asked for and the prompt has in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ def chat_prompt(
         how = body, rendering, finder, _companions(sources, tenant, body)
         prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
     composed = _told(sources.llm, _adapted(prompt, body), documents)
-    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
+    is_told = rendering.tools and not shows_tools(sources.chat_template)
+    told = "the model's chat template shows no tools, so the system text tells of them" if is_told else ""
+    return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt), warning=told)
 
 
 def text_prompt(
