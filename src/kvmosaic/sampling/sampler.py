@@ -250,16 +250,25 @@ def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[Sampli
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if not wanted:
         return tokens
-    values = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)].float(), dim=-1)
     numbers = [states[row].params.logprobs or 0 for row in wanted]
-    chosen = values.gather(1, torch.tensor([[token_ids[row]] for row in wanted], device=logits.device))
+    rows = logits[torch.tensor(wanted, device=logits.device)]
+    found = with_likelihood(rows, [token_ids[row] for row in wanted], numbers)
+    for row, token in zip(wanted, found, strict=True):
+        tokens[row] = token
+    return tokens
+
+
+def with_likelihood(logits: Tensor, token_ids: Sequence[int], numbers: Sequence[int]) -> list[SampledToken]:
+    """R tokens with their log probabilities in logits [R, V], each beside this number of most likely ones."""
+    values = torch.log_softmax(logits.float(), dim=-1)
+    chosen = values.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     best = values.topk(min(max(numbers), values.shape[1]))
     # one read of all rows each: every read waits for the device
-    found = (chosen[:, 0], (values > chosen).sum(1), best.indices, best.values)
-    for row, number, logprob, above, ids, likely in zip(wanted, numbers, *(x.tolist() for x in found), strict=True):
-        top = tuple(zip(ids[:number], likely[:number], strict=True))
-        tokens[row] = SampledToken(token_id=token_ids[row], logprob=logprob, rank=above + 1, top=top)
-    return tokens
+    read = (found.tolist() for found in (chosen[:, 0], (values > chosen).sum(1), best.indices, best.values))
+    return [
+        SampledToken(token_id, logprob, above + 1, tuple(zip(ids[:number], likely[:number], strict=True)))
+        for token_id, number, logprob, above, ids, likely in zip(token_ids, numbers, *read, strict=True)
+    ]
 
 
 def _column(like: Tensor, values: list[float]) -> Tensor:

@@ -143,6 +143,7 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
             position_strategy=asked.position_strategy,
             chunk_context=asked.chunk_context,
             note=composed.note,
+            continuation=composed.continuation,
             on_record=None if asked.trace is None else partial(asked.trace.add, index),
         )
         for index, composed in enumerate(asked.prompts)

@@ -72,6 +72,8 @@ class EncodedPrompt:
     """Names of segments that are document ids."""
     notes: Mapping[int, str] = field(default_factory=dict)
     """Notes on segments, by number."""
+    continuation: Sequence[int] | None = None
+    """Tokens to be scored after the prompt, instead of generating any."""
     warning: str = ""
     """What the body asked for and the prompt has in another form."""
 

@@ -211,11 +211,11 @@ def _check_repair(repair: str) -> None:
         raise told from error
 
 
-def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
+def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1, num_scored: int = 0) -> SamplingParams:
     """Returns the same parameters, with the response format compiled beside the engine.
 
     Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
-    computes for an hour.
+    computes for an hour. `num_scored` tokens of the prompts have log probabilities, too.
 
     Raises:
         InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
@@ -226,7 +226,7 @@ def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> Sampling
         room = None
     limits = [limit for limit in (params.max_tokens, room) if limit is not None]
     if params.logprobs is not None and limits:
-        number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
+        number = params.n * (num_prompts * min(limits) + num_scored) * (params.logprobs + 1)
         if number > MAX_CANDIDATES:
             raise InvalidSampling(
                 f"the reply may hold {number} log probabilities, at most {MAX_CANDIDATES} are allowed; ask for fewer "
