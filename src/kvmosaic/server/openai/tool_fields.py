@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -52,6 +52,7 @@ class NamedChoice(Body):
 
 
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+Functions = Annotated[list[FunctionFields], Field(max_length=MAX_TOOLS)]
 ToolChoiceField = Literal["none", "auto", "required"] | NamedChoice
 
 
@@ -83,8 +84,3 @@ def named_by_field() -> Iterator[None]:
         told = as_api_error(error)
         told.param = "tool_choice" if told.message.startswith("tool_choice") else "tools"
         raise told from error
-
-
-def plain_tools(tools: list[ToolFields] | None) -> list[dict[str, Any]] | None:
-    """The tools as `read_tool_request` reads them."""
-    return None if tools is None else [tool.model_dump(exclude_unset=True) for tool in tools]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvmosaic.tools.formats.tool_format import (
     CallTexts,
     Parts,
@@ -121,8 +123,8 @@ class Llama3(ToolFormat):
     """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`: Llama 3.1 to 3.3."""
 
     name = "llama3_json"
-    markers = ("<|python_tag|>",)
-    triggers = ("<|python_tag|>",)
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    triggers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     texts = CallTexts()
     is_single = True
     is_bare = True
