@@ -102,10 +102,25 @@ def test_a_function_is_a_tool(llm: LLM) -> None:
 def test_tools_go_with_conversations_and_templates_that_show_them(llm: LLM) -> None:
     with pytest.raises(InvalidTools, match="tools go with a conversation"):
         llm.stream("Hello", tools=TOOLS)
-    with pytest.raises(InvalidTools, match="does not show tools"):
-        LLM("reader", self_check=False).chat(MESSAGES, tools=TOOLS)
     with pytest.raises(InvalidConfig, match="tool_format is 'xml'; choose one of 'auto', 'harmony'"):
         LLM(llm.model, self_check=False, tool_format="xml")
+
+
+def test_a_template_without_tools_is_told_of_them_in_the_system_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "3"}]
+    with LLM(tool_model("json"), self_check=False) as llm:
+        prompt = llm.compose([*MESSAGES, *turns], tools=TOOLS[::-1])
+        assert prompt == llm.compose([*MESSAGES, *turns], tools=TOOLS)
+        system, _, answer, result, _ = (prompt.text or "").split("<|im_end|>\n")
+        assert system.index('{"name": "add"') < system.index('{"name": "weather"') < system.index("Be brief.")
+        assert answer.endswith('assistant\n{"name": "add", "arguments": {"a": 1, "b": 2}}') and result.endswith(
+            "user\n3"
+        )
+        assert llm.compose(turns[1:], tools=TOOLS).num_tokens
+        llm.warm(DOCUMENTS, system="Be brief.", tools=TOOLS)
+        output = llm.chat(MESSAGES, ONE, documents=DOCUMENTS, tools=TOOLS)[0]
+        assert all(segment.reused_tokens for segment in output.reuse.segments if segment.kind == "chunk")
 
 
 def test_no_choice_leaves_the_text_as_it_is(llm: LLM) -> None:

@@ -206,6 +206,7 @@ class LLM:
             self.chunk_cache_config,
             vocab_size=self.model.vocab_size,
             max_positions=self.engine.max_positions,
+            tells_tools=True,
         )
         self.encoder = encoder if self.has_chunk_cache else encoder.joining()
         self.chunks = ChunkStore(self.engine, self.encoder, self.chunk_cache_config, self.chunk_cache_off_reason)

@@ -30,7 +30,7 @@ IN_SYSTEM_TURN = ["hermes", "qwen3_coder", "harmony"]
 
 def encode(family: str, system: str = CHANGING, tools: Any = TOOLS, documents: Any = DOCUMENTS, **more: Any) -> Prompt:
     tokenizer = tool_tokenizer(family)
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "Who sees?"}]
     return encoder.encode_chat(messages, documents, tools=tools, **more)
 
@@ -149,7 +149,7 @@ def test_no_field_of_tools_and_calls_writes_control_tokens(family: str, data: st
             {"role": "user", "content": d if d.strip() else "x"},
         ]
         tokenizer = tool_tokenizer(family)
-        encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+        encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
         prompt = encoder.encode_chat(messages, [{"id": a, "title": b, "text": f"{c} mill"}], tools=tools)
         ids = [token for segment in prompt.segments for token in segment.token_ids or ()]
         counts.append([control[token] for token in ids if token in control])
@@ -210,7 +210,7 @@ HISTORY = [
 @pytest.mark.parametrize("family", ALL)
 def test_calls_and_results_of_earlier_turns_are_rendered(family: str) -> None:
     tokenizer = tool_tokenizer(family)
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
     prompt = encoder.encode_chat(HISTORY, tools=TOOLS)
     text = prompt.segments[0].text or ""
     assert "seven" in text and "Thanks." in text and text.index("5") < text.index("seven")

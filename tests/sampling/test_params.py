@@ -19,6 +19,7 @@ def test_stops_are_stored_as_tuples_without_repeats():
     assert (params.stop, params.stop_token_ids) == (("end",), (3, 5))
     assert SamplingParams(stop=["a", "b", "a"]).stop_strings == ("a", "b")
     assert hash(params) == hash(SamplingParams(stop=["end"], stop_token_ids=(3, 5)))
+    assert SamplingParams(logit_bias={7: -1}) == SamplingParams(logit_bias=[(7, -1)])
 
 
 def test_temperature_zero_is_greedy():
@@ -45,6 +46,10 @@ def test_temperature_zero_is_greedy():
         ({"repetition_penalty": math.inf}, "repetition_penalty must be a number between 0.01 and 100"),
         ({"presence_penalty": 3}, "presence_penalty must be a number between -2 and 2"),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number between -2 and 2"),
+        ({"logit_bias": 7}, "logit_bias must map token ids to numbers, got 7"),
+        ({"logit_bias": {-1: 1}}, "a token id of logit_bias must be a whole number between 0"),
+        ({"logit_bias": {5: 101}}, r"logit_bias of token 5 must be a number between -100 and 100, got 101"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias has 1025 token ids; at most 1024"),
         ({"seed": 2**63}, "seed must be a whole number"),
         ({"seed": 1.0}, "seed must be a whole number"),
         ({"max_tokens": 0}, "max_tokens must be a whole number between 1"),

@@ -12,6 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvmosaic.errors import InvalidSampling
 from kvmosaic.sampling import SamplingParams, SamplingState, sample
 from kvmosaic.sampling.sampler import SampledToken
 
@@ -50,8 +51,10 @@ def test_greedy_rows_are_the_same_beside_random_ones():
     assert [mixed[0].token_id, mixed[2].token_id] == logits[[0, 2]].argmax(-1).tolist()
 
 
+BIASES = st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=4)
 PARAMS = st.fixed_dictionaries(
     {
+        "logit_bias": BIASES,
         "temperature": st.sampled_from([0, 0.3, 1.0, 2.0]),
         "top_k": st.sampled_from([0, 1, 5]),
         "top_p": st.sampled_from([1.0, 0.7]),
@@ -74,6 +77,23 @@ def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(param
     rows = [state([4], seed=seed + 1, **other) for other in others]
     rows.insert(row, state([1, 2], seed=seed, ending_ids=[3], **params))
     assert run(logits, *rows)[row] == alone
+
+
+@settings(max_examples=examples(40))
+@given(PARAMS, BIASES, st.integers(0, 1000))
+def test_a_bias_is_the_same_as_larger_logits(params, bias, seed):
+    logits = steps(4, 1, seed).double()
+    larger = logits.clone()
+    for token_id, value in bias.items():
+        larger[..., token_id] += value
+    settings = {**params, "seed": seed, "ending_ids": [3], "logprobs": None}
+    biased, twin = state([1], **{**settings, "logit_bias": bias}), state([1], **{**settings, "logit_bias": None})
+    assert run(logits, biased) == run(larger, twin)
+
+
+def test_a_bias_of_a_token_that_the_model_lacks_is_refused():
+    with pytest.raises(InvalidSampling, match="logit_bias has the token id 50; this model has the ids 0 to 49"):
+        state(logit_bias={V: 1})
 
 
 def test_answers_of_one_request_draw_with_seeds_that_count_up():
@@ -133,7 +153,8 @@ def test_ending_tokens_are_not_drawn_before_min_tokens():
 def test_logprobs_are_those_of_the_untouched_logits():
     logits = steps(1, 3)[0]
     reference = torch.log_softmax(logits, dim=-1)
-    states = [state(temperature=0.1, top_k=1, logprobs=3), state(), state(logprobs=0, seed=1)]
+    likely = {int(logits[0].argmax()): 5.0}
+    states = [state(temperature=0.1, top_k=1, logprobs=3, logit_bias=likely), state(), state(logprobs=0, seed=1)]
     first, second, third = sample(logits, states)
     assert first.token_id == int(logits[0].argmax())
     assert first.rank == 1

@@ -211,6 +211,8 @@ def log_probabilities(engine: InferenceEngine, reference: Reference) -> None:
     output = ask(engine, prompt, params(logprobs=2))
     assert all(len(each) >= 2 for each in output.outputs[0].logprobs or ()) and output.outputs[0].logprobs
     reference.check(engine, prompt, output)
+    biased = ask(engine, prompt, params(logit_bias={9: 100}))
+    assert set(biased.outputs[0].token_ids) == {9}
 
 
 def structured_output(engine: InferenceEngine, reference: Reference) -> None:

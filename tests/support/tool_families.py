@@ -226,6 +226,13 @@ HARMONY = """\
 """
 
 
+PLAIN = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+"""No tools: ChatML."""
+
+
 @dataclass(frozen=True)
 class ToolFamily:
     """A template, and tokens that its tokenizer has besides the usual ones."""
@@ -240,6 +247,7 @@ TOOL_FAMILIES = {
     "hermes": ToolFamily(QWEN),
     "qwen3_coder": ToolFamily(QWEN3_CODER),
     "llama3_json": ToolFamily(LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")),
+    "json": ToolFamily(PLAIN),
     "mistral": ToolFamily(MISTRAL, ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")),
     "mistral_args": ToolFamily(MISTRAL_ARGS, ("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]")),
     "granite": ToolFamily(GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")),

@@ -94,8 +94,8 @@ def test_a_named_call_is_of_this_tool(family: str) -> None:
     tools = [tool("weather", **EASY), tool("add", a=EASY["days"])]
     for seed in range(3):
         choice = {"type": "function", "function": {"name": "add"}}
-        _, calls, _ = written(family, tools, choice, seed, parallel=False)
-        assert [call.name for call in calls] == ["add"]
+        _, calls, is_complete = written(family, tools, choice, seed)
+        assert is_complete and [call.name for call in calls] == ["add"]
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +150,7 @@ BEGINNINGS = {
     "mistral": "Hm [TOOL_CALLS]",
     "mistral_args": "Hm [TOOL_CALLS]",
     "llama3_json": "{",
+    "json": "{",
     "deepseek_v3": "Hm <｜tool▁calls▁begin｜>",
     "deepseek_v31": "Hm <｜tool▁calls▁begin｜>",
     "qwen3_coder": "Hm <tool_call>",
@@ -166,8 +167,16 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(family: str) -> Non
     assert calls == ()
     for seed in range(3):
         content, calls, is_complete = written(family, tools, "auto", seed, first=BEGINNINGS[family])
-        assert is_complete and calls and content == ("" if family in ("llama3_json", "harmony") else "Hm")
+        assert is_complete and calls and content == ("" if BEGINNINGS[family][:2] != "Hm" else "Hm")
         check(tools, calls)
+
+
+@pytest.mark.parametrize("family", ["llama3_json", "json"])
+def test_a_block_of_json_cannot_pass_by_a_strict_tool(family: str) -> None:
+    tools = [tool("weather", **EASY)]
+    tools[0]["function"]["strict"] = True  # type: ignore[index]
+    assert written(family, tools, "auto", 1, first="```json\n{")[0][:9] != "```json\n{"
+    assert written(family, tools, "auto", 1, first="```python\n{")[0][:11] == "```python\n{"
 
 
 def test_without_a_forced_or_strict_call_there_is_no_grammar() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ WITH_CALLS = {
     "mistral_args": f"Let me see.[TOOL_CALLS]weather[ARGS]{WRITTEN}"
     '[TOOL_CALLS]search[CALL_ID]7[ARGS]{"query": "owls"}',
     "llama3_json": f"Let me see.<|python_tag|>{_ONE.replace('arguments', 'parameters')}; {_TWO}",
+    "json": f"{_ONE}; {_TWO}",
     "deepseek_v3": f"Let me see.<｜tool▁calls▁begin｜>{_DS}function<｜tool▁sep｜>weather\n```json\n{WRITTEN}\n```"
     f'<｜tool▁call▁end｜>\n{_DS}function<｜tool▁sep｜>search\n```json\n{{"query": "owls"}}\n```'
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -78,14 +80,14 @@ def test_the_format_is_known_from_the_template(name: str) -> None:
     assert found is not None and found.name == name
 
 
-def test_a_template_without_calls_has_no_format() -> None:
-    assert detect_tool_format("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+def test_a_template_that_shows_tools_and_no_calls_has_no_format() -> None:
+    assert detect_tool_format("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}") is None
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_content_and_calls_of_an_answer(name: str) -> None:
     content, reasoning, calls = parsed(name, WITH_CALLS[name])
-    assert (content, reasoning) == ("Let me see.", "")
+    assert (content, reasoning) == ("" if name == "json" else "Let me see.", "")
     assert [(called, json.loads(arguments)) for called, arguments in calls] == [
         ("weather", ARGUMENTS),
         ("search", SEARCH),
@@ -188,6 +190,30 @@ def test_llama_calls_without_a_tag_only_at_the_beginning() -> None:
     assert parsed("llama3_json", f"I call {call}") == (f"I call {call}", "", [])
     hidden = ["<|python_tag|>"]
     assert parsed("llama3_json", "<|python_tag|>print(1)", 2, hidden=hidden) == ("print(1)", "", [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "json", "llama3_json"])
+def test_an_answer_that_is_one_object_is_a_call(name: str) -> None:
+    for text in (
+        _ONE,
+        f"\n{_ONE}\n",
+        f"```json\n{_ONE}\n```",
+        f"```\n{_ONE}```\n",
+        _ONE.replace("arg", 'id": 1, "arg', 1),
+    ):
+        for size in (0, 1, 5):
+            assert parsed(name, text, size) == ("", "", [("weather", WRITTEN)])
+    others = ["```json\n[1]\n```", "```python\nx\n```", '{"name": "search", "rank": 1}', '{"name": "search"}']
+    for text in (*others, f"So: {_ONE}", f"```json\n{_ONE.replace('weather', 'unknown')}\n```"):
+        for size in (0, 1, 5):
+            assert parsed(name, text, size) == (text, "", [])
+    content, _, calls = parsed(name, f"{_ONE}\nDone.", 3)
+    assert (content.strip(), calls) == ("Done.", [("weather", WRITTEN)])
+
+
+def test_a_strict_tool_is_called_within_tags_only() -> None:
+    strict = [replace(each, is_strict=True) for each in TOOLS]
+    assert parse_calls(CallParser(TOOL_FORMATS["hermes"], strict), _ONE) == (_ONE, ())
 
 
 def test_harmony_reasoning_is_apart_and_control_tokens_are_no_content() -> None:

@@ -160,11 +160,13 @@ class AsyncEngine:
         note: str = "",
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        continuation: Sequence[int] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Streams the answers to a prompt as deltas; the last one is `finished`.
 
         Closing this generator, or cancelling the task that reads it, aborts the request: its blocks are freed before
-        the next step. A slow reader gets fewer, larger deltas. For the arguments see `Engine.add_request`.
+        the next step. A slow reader gets fewer, larger deltas. For the arguments see `Engine.add_request`. With a
+        `continuation` nothing is generated: the only delta has its tokens, `scored`, and `params.logprobs` likely ones.
 
         Raises:
             EngineStopped: the engine has stopped.
@@ -177,6 +179,15 @@ class AsyncEngine:
         arrival_time = self._engine.clock()
 
         def add(engine: Engine) -> Request:
+            if continuation is not None:
+                return engine.add_score(
+                    prompt,
+                    continuation,
+                    position_strategy=position_strategy,
+                    chunk_context=chunk_context,
+                    num_likely=params.logprobs,
+                    priority=priority,
+                )
             return engine.add_request(
                 prompt,
                 params,

@@ -237,6 +237,8 @@ class Engine(InferenceEngine):
         chunk_context: ChunkContext | None = None,
         request_id: str | None = None,
         keeps_distributions: bool = False,
+        num_likely: int | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queues a prompt with a given continuation; the request's `scoring` has the likelihood of each of its tokens.
 
@@ -248,18 +250,25 @@ class Engine(InferenceEngine):
             chunk_context: overrides the configured one.
             request_id: a name of your own; None generates one.
             keeps_distributions: whether the full distributions are kept, too.
+            num_likely: how many of the most likely tokens are kept, too; None: none, and no ranks.
+            priority: higher runs first, from -100 to 100.
 
         Raises:
             InvalidPrompt: the prompt, or prompt and continuation together, do not fit; see its subclasses.
             QueueFull, EngineStopped: see `add_request`.
         """
-        scoring = scoring_of(continuation, self.runner.model.vocab_size, keeps_distributions=keeps_distributions)
+        scoring = scoring_of(
+            continuation,
+            self.runner.model.vocab_size,
+            keeps_distributions=keeps_distributions,
+            num_likely=num_likely,
+        )
         placed = self.placer.place(prompt, repair=repair, strategy=position_strategy, context=chunk_context)
         if self.max_positions is not None:
             check_length(placed.layout, self.max_positions, scoring.num_tokens)
         if placed.repair is None or not placed.repair.is_measuring:
             placed = replace(placed, layout=scoring.continued(placed.layout))
-        return self._queue(placed, SamplingParams(max_tokens=1), request_id, scoring=scoring)
+        return self._queue(placed, SamplingParams(max_tokens=1), request_id, priority=priority, scoring=scoring)
 
     def add_warm_up(
         self,

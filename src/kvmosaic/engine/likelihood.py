@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.layout import Layout
-from kvmosaic.sampling import ScoreOutput
+from kvmosaic.sampling import SampledToken, ScoreOutput, with_likelihood
 
 MAX_LOGIT_ROWS = 64
 """Max rows of continuations whose logits one step computes: a vocabulary of 262,144 tokens takes 1 MiB for each."""
@@ -30,6 +30,10 @@ class Scoring:
     token_ids: tuple[int, ...]
     keeps_distributions: bool = False
     """Whether the full distributions are kept, which takes 4 bytes per token and vocabulary entry."""
+    num_likely: int | None = None
+    """How many of the most likely tokens are kept at each position; None: `tokens` stay empty."""
+    tokens: list[SampledToken] = field(default_factory=list, init=False)
+    """With their likelihood, once they are complete."""
     logprobs: list[float | None] = field(init=False)
     """By token of the continuation; None until computed."""
     greedy_token_ids: list[int] = field(init=False)
@@ -65,6 +69,9 @@ class Scoring:
         tokens = torch.tensor(self.token_ids[first:last], device=found.device)
         self.logprobs[first:last] = found.gather(1, tokens[:, None])[:, 0].tolist()
         self.greedy_token_ids[first:last] = found.argmax(-1).tolist()
+        if self.num_likely is not None:
+            numbers = [self.num_likely] * len(found)
+            self.tokens[first:last] = with_likelihood(logits, self.token_ids[first:last], numbers)
         if self.keeps_distributions:
             if self.distributions is None:
                 self.distributions = found.new_empty(self.num_tokens, found.shape[1])
@@ -77,7 +84,9 @@ class Scoring:
         return ScoreOutput(self.token_ids, logprobs, tuple(self.greedy_token_ids))
 
 
-def scoring_of(token_ids: Sequence[int], vocab_size: int, *, keeps_distributions: bool = False) -> Scoring:
+def scoring_of(
+    token_ids: Sequence[int], vocab_size: int, *, keeps_distributions: bool = False, num_likely: int | None = None
+) -> Scoring:
     """Creates the scoring of a continuation.
 
     Raises:
@@ -89,4 +98,4 @@ def scoring_of(token_ids: Sequence[int], vocab_size: int, *, keeps_distributions
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise InvalidPrompt(f"a continuation has the token {token!r:.80}; the model's are 0 to {vocab_size - 1}")
-    return Scoring(ids, keeps_distributions)
+    return Scoring(ids, keeps_distributions, num_likely)

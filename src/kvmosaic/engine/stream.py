@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvmosaic.engine.request import Request
-from kvmosaic.sampling import Answer, FinishReason, Logprob, RequestMetrics, ReuseReport
+from kvmosaic.sampling import Answer, FinishReason, Logprob, RequestMetrics, ReuseReport, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class RequestDelta:
     num_prompt_tokens: int
     time: float = 0.0
     """When the newest of these tokens were generated, in seconds on the engine's clock."""
+    scored: tuple[SampledToken, ...] = ()
+    """Of a given continuation, in the last delta."""
 
 
 @dataclass(slots=True)
@@ -106,6 +108,7 @@ class Unread:
             metrics=self._metrics,
             num_prompt_tokens=len(request.token_ids),
             time=self._time,
+            scored=() if request.scoring is None else tuple(request.scoring.tokens),
         )
         self._answers, self._request, self._reuse, self._metrics = {}, None, None, None
         return delta

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.document import Document
-from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.message import is_system, read_messages
 from kvmosaic.prompt.preamble import is_marked
 from kvmosaic.prompt.segment import Prompt
 from kvmosaic.prompt.separator import named_parts
@@ -55,6 +56,35 @@ def content_parts(message: Mapping[str, Any]) -> list[Any]:
     """Message content as a list of parts."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+_HOW_TO_CALL = """\
+You can call the functions below. To call one, answer with nothing but a JSON object of this form:
+{"name": "<function>", "arguments": {<its arguments>}}
+The next message then has the result. Where no function helps, answer in plain text. The functions:"""
+
+
+def with_told_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """A conversation for a template without tools: the system text begins with them, calls and results are text.
+
+    Raises:
+        InvalidMessages: see `read_messages`.
+    """
+    told = "\n".join([_HOW_TO_CALL, *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools), ""])
+    turns = [_told_turn(message, read) for message, read in zip(messages, read_messages(messages), strict=True)]
+    if not is_system(turns[0]):
+        turns.insert(0, {"role": "system", "content": ""})
+    turns[0] = {**turns[0], "content": [{"type": "text", "text": told}, *content_parts(turns[0])]}
+    return turns
+
+
+def _told_turn(message: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[str, Any]:
+    if read["role"] == "tool":
+        return {"role": "user", "content": message.get("content") or "(no result)"}
+    if not (calls := read.get("tool_calls")):
+        return message
+    written = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    return {"role": read["role"], "content": "\n".join(filter(None, [read["content"], *written]))}
 
 
 def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from kvmosaic.errors import InvalidMessages, InvalidTools
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
-from kvmosaic.tools import canonical_tools
+from kvmosaic.tools import canonical_tools, shows_tools
 from kvmosaic.tools.request import name_of
 
 _SCHEMAS = "{{ tools | tojson }}"
@@ -160,6 +160,12 @@ class Conversation:
         """Whether there are tools."""
         return bool(self._options.get("tools"))
 
+    @property
+    def hidden_tools(self) -> list[Any]:
+        """The tools of a template that shows none."""
+        is_hidden = self.has_tools and self.template_source and not shows_tools(self.template_source)
+        return list(self._options["tools"]) if is_hidden else []
+
     def without_tools(self) -> Conversation:
         """The same conversation without tools."""
         other = copy.copy(self)
@@ -183,7 +189,7 @@ class Conversation:
         tools = self._options.get("tools")
         if not isinstance(tools, list | tuple) or not any(map(name_of, tools)):
             return
-        if "tools" in self.template_source:
+        if shows_tools(self.template_source):
             without = self._render(self.messages, None, {"tools": None})
             if self._render(self.messages, None) != without:
                 return

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
+from kvmosaic.prompt.chat_request import with_told_tools
 from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.companions import read_companions
 from kvmosaic.prompt.conversation import Conversation
@@ -55,6 +56,7 @@ class PromptEncoder:
         *,
         vocab_size: int,
         max_positions: int | None = None,
+        tells_tools: bool = False,
     ) -> None:
         """Takes a transformers tokenizer, or None if every prompt is given as token ids.
 
@@ -63,6 +65,7 @@ class PromptEncoder:
             settings: limits and the separator, usually the `ChunkCacheConfig`.
             vocab_size: the model's number of token ids.
             max_positions: the model's number of positions, which no segment may exceed; None: no limit.
+            tells_tools: whether the system text tells of tools where the chat template shows none.
         """
         self.tokenizer = tokenizer
         self.settings = settings or PromptOptions()
@@ -76,6 +79,7 @@ class PromptEncoder:
         self._companions = read_companions(self.settings.companions)
         self._known_companions: dict[str, tuple[int, ...]] = {}
         """Companions as they are written in a prompt, and their tokens."""
+        self._tells_tools = tells_tools
         self._is_endless = False
         self._is_joining = False
         self._splits = self.settings.long_chunks != "error"
@@ -214,8 +218,7 @@ class PromptEncoder:
             InvalidPreamble: a rule that cannot be read or used.
         """
         rule = self._preamble if preamble is None else preamble_rule(preamble)
-        conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
-        conversation.check_tools()
+        messages, conversation = self._conversation(messages, template_options)
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         last_answer = conversation.last_answer
         if not read:
@@ -241,6 +244,15 @@ class PromptEncoder:
         prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
         companions = self._companion_tokens(lambda text: placing.chunk(Document(text)), prompt.segments)
         return replace(prompt, companions=companions)
+
+    def _conversation(self, messages: Any, options: dict[str, Any]) -> tuple[Any, Conversation]:
+        """A conversation whose tools the model sees, and its messages."""
+        conversation = Conversation(self._known_tokenizer(), read_messages(messages), options)
+        if self._tells_tools and (tools := conversation.hidden_tools):
+            messages = with_told_tools(messages, tools)
+            conversation = Conversation(self._known_tokenizer(), read_messages(messages), {**options, "tools": None})
+        conversation.check_tools()
+        return messages, conversation
 
     def _placed_parts(self, tail: Sequence[TextPiece], finder: DocumentFinder | None, num_documents: int) -> list[Part]:
         """What follows the documents of a conversation, split at documents placed in its messages."""
@@ -305,11 +317,10 @@ class PromptEncoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
         if is_found:
-            conversation = Conversation(self._known_tokenizer(), read_messages(messages), template_options)
-            conversation.check_tools()
+            told, conversation = self._conversation(messages, template_options)
             parts = found_parts(conversation.pieces(), read)
             rule = self._preamble if preamble is None else preamble_rule(preamble)
-            return self._splitting()._encode_found(conversation, parts, messages, rule, salt)
+            return self._splitting()._encode_found(conversation, parts, told, rule, salt)
         return self.encode_chat(messages, read, salt=salt, preamble=preamble, **template_options)
 
     def bare(self, text: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Sampling of tokens, detokenization, and request outputs."""
 
-from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all
+from kvmosaic.sampling.answer import Answer, Decoder, Detokenizer, decode_all, decoded_logprobs
 from kvmosaic.sampling.grammar import Grammar, GrammarCompiler, Matcher
 from kvmosaic.sampling.output import (
     CompletionOutput,
@@ -19,7 +19,7 @@ from kvmosaic.sampling.params import (
     default_sampling,
 )
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
-from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample
+from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample, with_likelihood
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 from kvmosaic.sampling.tool_calling import AnswerReader, ToolCalling
@@ -56,6 +56,8 @@ __all__ = [
     "StructuredOutputs",
     "ToolCalling",
     "decode_all",
+    "decoded_logprobs",
     "default_sampling",
     "sample",
+    "with_likelihood",
 ]

@@ -66,6 +66,17 @@ def decode_all(
     return "".join(texts)
 
 
+def decoded_logprobs(tokenizer: Decoder | None, sampled: SampledToken) -> dict[int, Logprob]:
+    """The log probabilities of a token that has one, and of the most likely ones beside it, each with its text."""
+    assert sampled.logprob is not None
+    ranked = [(sampled.token_id, sampled.logprob, sampled.rank)]
+    ranked += [(token_id, value, rank) for rank, (token_id, value) in enumerate(sampled.top, start=1)]
+    return {
+        token_id: Logprob(value, rank, decode_all(tokenizer, [token_id], skip_special_tokens=False))
+        for token_id, value, rank in ranked
+    }
+
+
 class Detokenizer:
     """Decodes one answer's token ids, one id at a time.
 
@@ -224,12 +235,5 @@ class Answer:
     def _keep_logprobs(self, sampled: SampledToken) -> None:
         if self._logprobs is None or sampled.logprob is None:
             return
-        ranked = [(sampled.token_id, sampled.logprob, sampled.rank)]
-        ranked += [(token_id, value, rank) for rank, (token_id, value) in enumerate(sampled.top, start=1)]
-        self._logprobs.append(
-            {
-                token_id: Logprob(value, rank, decode_all(self._tokenizer, [token_id], skip_special_tokens=False))
-                for token_id, value, rank in ranked
-            }
-        )
+        self._logprobs.append(decoded_logprobs(self._tokenizer, sampled))
         self._cumulative += sampled.logprob

@@ -17,6 +17,7 @@ MAX_TOKENS = 2**27
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARACTERS = 4_096
 MAX_STOP_IDS = 4_096
+MAX_BIASED = 1_024
 MAX_LOGPROBS = 1_000
 MAX_WINDOW_TOKENS = 2**27
 DEFAULT_SINK_TOKENS = 4
@@ -52,6 +53,8 @@ class SamplingParams:
     """Subtracted from the logits of tokens that the answer contains."""
     frequency_penalty: float = 0.0
     """Subtracted once for every time that the answer contains the token."""
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None
+    """Added to the logits of these token ids, -100 to 100, before penalties and temperature. Stored as pairs."""
     stop: str | Iterable[str] | None = None
     """Texts that end the answer; they are cut off. Stored as a tuple."""
     stop_token_ids: Iterable[int] | None = None
@@ -63,7 +66,8 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop text, stop id or end-of-sequence token counts before this many tokens."""
     logprobs: int | None = None
-    """Also return the log probabilities of the chosen token and of this many most likely ones."""
+    """Also return the log probabilities of the chosen token and of this many most likely ones: those of the model,
+    before `logit_bias`, penalties and temperature."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     include_stop_str_in_output: bool = False
@@ -114,6 +118,7 @@ class SamplingParams:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs))
         elif not isinstance(self.structured_outputs, StructuredOutputs | CallGrammar | None):
             raise InvalidSampling(f"structured_outputs must be StructuredOutputs, got {self.structured_outputs!r:.80}")
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop", self.stop_token_ids))
         shown = _token_ids("shown_special", self.shown_special_token_ids)
@@ -145,6 +150,11 @@ class SamplingParams:
             )
         if self.sink_tokens is not None:
             _check_whole("sink_tokens", self.sink_tokens, 0, MAX_WINDOW_TOKENS, "0 keeps none")
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """`logit_bias` as a mapping."""
+        return dict(self.logit_bias or ())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -206,6 +216,19 @@ def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     for number in numbers:
         _check_whole(f"a {name.replace('_', ' ')} token id", number, 0, 2**31 - 1)
     return tuple(dict.fromkeys(numbers))
+
+
+def _logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = dict(bias or ())
+    except (TypeError, ValueError):
+        raise InvalidSampling(f"logit_bias must map token ids to numbers, got {bias!r:.80}") from None
+    if len(pairs) > MAX_BIASED:
+        raise InvalidSampling(f"logit_bias has {len(pairs)} token ids; at most {MAX_BIASED} are allowed")
+    for token_id, value in pairs.items():
+        _check_whole("a token id of logit_bias", token_id, 0, 2**31 - 1)
+        _check_number(f"logit_bias of token {token_id}", value, -100, 100, "0 changes nothing")
+    return tuple(pairs.items())
 
 
 def default_sampling(declared: Mapping[str, Any]) -> SamplingParams:

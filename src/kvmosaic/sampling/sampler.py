@@ -25,7 +25,7 @@ class SampledToken:
 
     token_id: int
     logprob: float | None = None
-    """Natural logarithm of its probability, before penalties, temperature and """
+    """Natural logarithm of its probability, before bias, penalties, temperature and filters."""
     rank: int | None = None
     """1 when no token is more likely."""
     top: tuple[tuple[int, float], ...] = ()
@@ -66,7 +66,7 @@ class SamplingState:
             matcher: the answer's grammar, at its beginning.
 
         Raises:
-            InvalidSampling: every token would end an answer that may not end yet.
+            InvalidSampling: every token would end an answer that may not end yet, or a biased token does not exist.
         """
         self.params = params
         self.matcher = matcher
@@ -84,6 +84,13 @@ class SamplingState:
                 f"all {vocab_size} token ids end the answer, so min_tokens={params.min_tokens} leaves none to draw; "
                 "give fewer stop_token_ids"
             )
+        biased = list(params.biases)
+        if biased and max(biased) >= vocab_size:
+            raise InvalidSampling(
+                f"logit_bias has the token id {max(biased)}; this model has the ids 0 to {vocab_size - 1}: leave it out"
+            )
+        self.biased = torch.tensor(biased, dtype=torch.long, device=device)
+        self.biases = torch.tensor(list(params.biases.values()), dtype=torch.float32, device=device)
         self._ending = torch.tensor(ending, dtype=torch.long, device=device)
         self.seen: Tensor | None = None
         self.counts: Tensor | None = None
@@ -114,14 +121,14 @@ class SamplingState:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is simply the largest logit."""
-        is_free = self.banned is None and self.matcher is None
+        is_free = self.banned is None and self.matcher is None and not len(self.biased)
         return self.params.is_greedy and not self.params.has_penalties and is_free
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """Samples one token per row and records it in the row's state.
 
-    The order is vLLM's: grammar mask, penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy
+    The order is vLLM's: grammar mask, bias, penalties, then temperature, min-p, top-k, top-p, then one draw. Greedy
     rows take the largest logit after the penalties.
 
     Args:
@@ -159,7 +166,11 @@ def _largest(logits: Tensor) -> Tensor:
 
 def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
     """Samples token ids [R] for rows that need more than the largest logit."""
-    logits = _penalized(_within_grammars(logits, states), states)
+    logits = _within_grammars(logits, states)
+    for row, state in enumerate(states):
+        if len(state.biased):
+            logits[row, state.biased] += state.biases
+    logits = _penalized(logits, states)
     for row, state in enumerate(states):
         if state.banned is not None and state.matcher is None:
             logits[row, state.banned] = NEVER
@@ -239,16 +250,25 @@ def _with_logprobs(logits: Tensor, token_ids: list[int], states: Sequence[Sampli
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if not wanted:
         return tokens
-    values = torch.log_softmax(logits[torch.tensor(wanted, device=logits.device)].float(), dim=-1)
     numbers = [states[row].params.logprobs or 0 for row in wanted]
-    chosen = values.gather(1, torch.tensor([[token_ids[row]] for row in wanted], device=logits.device))
+    rows = logits[torch.tensor(wanted, device=logits.device)]
+    found = with_likelihood(rows, [token_ids[row] for row in wanted], numbers)
+    for row, token in zip(wanted, found, strict=True):
+        tokens[row] = token
+    return tokens
+
+
+def with_likelihood(logits: Tensor, token_ids: Sequence[int], numbers: Sequence[int]) -> list[SampledToken]:
+    """R tokens with their log probabilities in logits [R, V], each beside this number of most likely ones."""
+    values = torch.log_softmax(logits.float(), dim=-1)
+    chosen = values.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     best = values.topk(min(max(numbers), values.shape[1]))
     # one read of all rows each: every read waits for the device
-    found = (chosen[:, 0], (values > chosen).sum(1), best.indices, best.values)
-    for row, number, logprob, above, ids, likely in zip(wanted, numbers, *(x.tolist() for x in found), strict=True):
-        top = tuple(zip(ids[:number], likely[:number], strict=True))
-        tokens[row] = SampledToken(token_id=token_ids[row], logprob=logprob, rank=above + 1, top=top)
-    return tokens
+    read = (found.tolist() for found in (chosen[:, 0], (values > chosen).sum(1), best.indices, best.values))
+    return [
+        SampledToken(token_id, logprob, above + 1, tuple(zip(ids[:number], likely[:number], strict=True)))
+        for token_id, number, logprob, above, ids, likely in zip(token_ids, numbers, *read, strict=True)
+    ]
 
 
 def _column(like: Tensor, values: list[float]) -> Tensor:

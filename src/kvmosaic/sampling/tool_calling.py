@@ -93,7 +93,7 @@ class ToolCalling:
             self.format,
             request.callable_tools,
             hidden=hidden if params.skip_special_tokens else (),
-            max_calls=None if request.is_parallel else 1,
+            max_calls=1 if request.is_single else None,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -51,6 +51,7 @@ class PromptRunner:
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
         note: str = "",
+        continuation: Sequence[int] | None = None,
         on_record: Callable[[RequestRecord], None] | None = None,
     ) -> AsyncGenerator[RequestDelta, None]:
         """Answers a tokenized prompt, delta by delta.
@@ -68,6 +69,7 @@ class PromptRunner:
             position_strategy: instead of the configured one.
             chunk_context: instead of the configured one.
             note: why the prompt was not composed, for the report.
+            continuation: tokens to be scored instead of generating any.
             on_record: called with its record when it has ended.
 
         Raises:
@@ -87,6 +89,7 @@ class PromptRunner:
                     note=note,
                     position_strategy=position_strategy,
                     chunk_context=chunk_context,
+                    continuation=continuation,
                 )
                 async with aclosing(deltas):
                     async for delta in deltas:

@@ -92,6 +92,11 @@ class ToolRequest:
         named = self.choice.name if self.choice.mode == "named" else None
         return tuple(tool for tool in self.tools if named in (None, tool.name))
 
+    @property
+    def is_single(self) -> bool:
+        """Whether an answer holds one call at most."""
+        return not self.is_parallel or self.choice.mode == "named"
+
     def for_template(self) -> list[dict[str, Any]]:
         """The tools as chat templates read them. They do not depend on the choice, so that prefixes stay cached."""
         return [tool.for_template() for tool in self.tools]

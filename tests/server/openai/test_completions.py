@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from operator import itemgetter
+
 import pytest
 from support.asking import DOCUMENTS, GREEDY, QUESTION, chunks, post, refused
 
@@ -79,6 +81,62 @@ def test_prompt_is_echoed(http):
     assert streamed(http, PROMPTS, echo=True)[0] == texts(complete(http, PROMPTS, echo=True))
 
 
+def likelihoods_as_lm_eval_reads_them(reply, lengths):
+    """Sum and greediness of continuations: `LocalCompletionsAPI.parse_logprobs` of lm-evaluation-harness."""
+    found = []
+    for choice, length in zip(sorted(reply["choices"], key=itemgetter("index")), lengths, strict=True):
+        logprobs = choice["logprobs"]
+        values, top = (logprobs[name][length:-1] for name in ("token_logprobs", "top_logprobs"))
+        found.append((sum(values), all(value == max(one.values()) for value, one in zip(values, top, strict=True))))
+    return found
+
+
+def test_lm_eval_reads_the_likelihood_of_continuations(http, server):
+    asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    ids = [post(http, "/tokenize", prompt=prompt)["tokens"] for prompt in PROMPTS]
+    reply = post(http, ROUTE, model=server.model, prompt=ids, **asked)
+    lengths = [len(prompt) - number for number, prompt in enumerate(ids, start=1)]
+    found = likelihoods_as_lm_eval_reads_them(reply, lengths)
+    for prompt, length, (total, is_greedy) in zip(ids, lengths, found, strict=True):
+        forced = [
+            complete(http, prompt[:place], max_tokens=1, logprobs=1, logit_bias={str(prompt[place]): 100})
+            for place in range(length, len(prompt))
+        ]
+        steps = [choice["logprobs"] for step in forced for choice in step["choices"]]
+        assert total == pytest.approx(sum(step["token_logprobs"][0] for step in steps), abs=1e-4)
+        assert is_greedy == all(len(step["top_logprobs"][0]) == 1 for step in steps)
+    for choice in reply["choices"]:
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert "".join(logprobs["tokens"]) == choice["text"]
+    assert reply["usage"]["completion_tokens"] == 3
+
+
+def test_an_echo_with_logprobs_needs_no_answer(http):
+    scored = complete(http, PROMPTS, echo=True, logprobs=2, max_tokens=0)
+    longer = complete(http, PROMPTS, echo=True, logprobs=2, max_tokens=2)
+    for short, long, prompt in zip(scored["choices"], longer["choices"], PROMPTS, strict=True):
+        assert short["text"] == prompt and short["finish_reason"] == "length"
+        number = len(short["logprobs"]["tokens"])
+        assert {name: values[:number] for name, values in long["logprobs"].items()} == short["logprobs"]
+        assert len(long["logprobs"]["tokens"]) == number + 2
+    assert scored["usage"]["completion_tokens"] == 0
+    (choice,) = complete(http, [5], echo=True, logprobs=0, max_tokens=0)["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None] and choice["text"]
+
+
+def test_a_bias_bans_a_token_or_lets_it_always_come(http):
+    likely = complete(http, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    (banned,) = set(post(http, "/tokenize", prompt=likely[0], add_special_tokens=False)["tokens"])
+    biased = complete(http, logprobs=0, logit_bias={str(banned): -100})["choices"][0]["logprobs"]
+    assert likely[0] not in biased["tokens"]
+    always = complete(http, logprobs=0, temperature=1, logit_bias={str(banned): 100})["choices"][0]["logprobs"]
+    assert set(always["tokens"]) == {likely[0]}
+    assert always["token_logprobs"][0] != 0  # the model's own
+    error = refused(http, ROUTE, prompt=PROMPTS[0], logit_bias={"2000000000": 1})
+    assert error["status"] == 400 and "logit_bias has the token id 2000000000" in error["message"]
+
+
 def test_documents_stand_before_the_prompt(http):
     cold = complete(http, QUESTION, documents=DOCUMENTS, cache_salt="completions")
     warm = complete(http, QUESTION, documents=DOCUMENTS[::-1], cache_salt="completions")
@@ -107,8 +165,9 @@ def test_logprobs_are_in_the_older_shape(http):
     [
         ({"suffix": "end"}, "suffix", "not supported"),
         ({"best_of": 2}, "best_of", "only equal ones"),
-        ({"echo": True, "logprobs": 1}, "echo", "without logprobs"),
-        ({"echo": True, "prompt": [1, 2]}, "echo", "prompts of text"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "leave stream out"),
+        ({"echo": True, "logprobs": 1, "documents": ["a"]}, "echo", "without documents"),
+        ({"echo": True, "logprobs": 20, "prompt": [5] * 900, "n": 16}, None, "log probabilities, at most 262144"),
         ({"prompt": [PROMPTS[0]] * 256, "n": 3}, "n", "at most 512"),
         ({"prompt": []}, "prompt", "at least 1"),
         ({"prompt": [[]]}, "prompt", ""),
@@ -116,7 +175,8 @@ def test_logprobs_are_in_the_older_shape(http):
         ({"prompt": [10**6]}, None, "token 0"),
         ({"prompt": ""}, None, "empty"),
         ({"prompt": [1, 2], "documents": ["a"]}, None, "prompt of text"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1 without echo and logprobs"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
         ({"prompt": None}, None, ""),
     ],
 )

@@ -214,10 +214,44 @@ def tool_model_tokenizer(server: RunningServer) -> Any:
     return server.llm.model.tokenizer
 
 
-def test_a_model_whose_template_shows_no_tools_says_so(http: httpx.Client) -> None:
-    for choice in ("auto", "required", "none"):
-        error = refused(http, ROUTE, messages=MESSAGES, tools=TOOLS, tool_choice=choice)
-        assert error["status"] == 400 and "does not show tools" in error["message"]
+def test_functions_are_tools_in_the_old_form(calling: openai.OpenAI) -> None:
+    functions = [each["function"] for each in TOOLS]
+    asked: dict[str, Any] = {"tools": openai.omit, "functions": functions, "function_call": {"name": "add"}}
+    reply = ask(calling, **asked)
+    twin = ask(calling, tool_choice=ADD, parallel_tool_calls=False)
+    (choice,) = reply.choices
+    called = choice.message.function_call
+    assert choice.finish_reason == "function_call" and choice.message.tool_calls is None
+    assert [(called.name, called.arguments)] == calls_of(twin.choices[0].message)
+    assert reply.kvmosaic["warnings"] == [
+        "'functions' and 'function_call' are an old form, read as 'tools' and 'tool_choice'"
+    ]
+    chunks = [chunk.choices[0] for chunk in ask(calling, **asked, stream=True)]
+    deltas = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert deltas[0].name == "add" and "".join(delta.arguments for delta in deltas) == called.arguments
+    assert chunks[-1].finish_reason == "function_call"
+    result = {"role": "function", "name": "add", "content": "It is cold."}
+    asked["messages"] = [*MESSAGES, choice.message.model_dump(exclude_none=True), result]
+    newer = [*MESSAGES, twin.choices[0].message.model_dump(exclude_none=True)]
+    newer[2]["tool_calls"][0]["id"] = "call00000"
+    newer.append({**result, "role": "tool", "tool_call_id": "call00000"})
+    old, new = ask(calling, **asked, max_tokens=1), ask(calling, messages=newer, max_tokens=1)
+    assert old.usage.prompt_tokens == new.usage.prompt_tokens
+
+
+def test_a_model_whose_template_shows_no_tools_is_told_and_so_is_the_client(http: httpx.Client) -> None:
+    asked = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "seed": 5, "temperature": 1}
+    for choice, names in (("required", set(SCHEMAS)), (ADD, {"add"})):
+        reply = http.post(ROUTE, json={**asked, "tool_choice": choice}).raise_for_status()
+        read = reply.json()
+        assert "the system text tells of them" in read["kvmosaic"]["warnings"][0]
+        assert "the system text tells of them" in reply.headers["x-kvmosaic-warning"]
+        (choice,) = read["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] in names
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+    plain = post(http, ROUTE, messages=MESSAGES, max_tokens=1)["usage"]["prompt_tokens"]
+    assert post(http, ROUTE, **{**asked, "tool_choice": "none"})["usage"]["prompt_tokens"] > plain + 50
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def _their_params(params: SamplingParams, *, has_tokenizer: bool) -> Any:
         given[name] = value if value is None or isinstance(value, str) else list(value)
     if params.structured_outputs is not None:
         given["structured_outputs"] = _their_structure(params.structured_outputs)
-    return VLLMSamplingParams(**given, detokenize=has_tokenizer)
+    return VLLMSamplingParams(**given, logit_bias=params.biases or None, detokenize=has_tokenizer)
 
 
 def _their_structure(structure: StructuredOutputs | CallGrammar) -> Any:

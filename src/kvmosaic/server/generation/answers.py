@@ -23,7 +23,7 @@ from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.web.errors import request_id_of
-from kvmosaic.web.json_body import warnings_of
+from kvmosaic.web.json_body import warn, warnings_of
 
 if TYPE_CHECKING:
     from kvmosaic.server.tracing.request_trace import RequestTrace
@@ -67,6 +67,8 @@ class GenerationRequest:
     ) -> GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
+        for warning in filter(None, dict.fromkeys(composed.warning for composed in prompts)):
+            warn(request, warning)
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
             trace.describe(route, body.model, params, stream=bool(body.stream))
@@ -140,6 +142,7 @@ async def deltas(asked: GenerationRequest) -> AsyncGenerator[tuple[int, RequestD
             position_strategy=asked.position_strategy,
             chunk_context=asked.chunk_context,
             note=composed.note,
+            continuation=composed.continuation,
             on_record=None if asked.trace is None else partial(asked.trace.add, index),
         )
         for index, composed in enumerate(asked.prompts)

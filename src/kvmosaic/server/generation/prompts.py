@@ -22,6 +22,7 @@ from kvmosaic.sampling.params import FOLLOWED
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.tools import shows_tools
 from kvmosaic.web.errors import ApiError
 
 
@@ -69,6 +70,10 @@ class EncodedPrompt:
     """Reason if it was not composed."""
     document_ids: frozenset[str] = frozenset()
     """Names of segments that are document ids."""
+    continuation: Sequence[int] | None = None
+    """Tokens to be scored after the prompt, instead of generating any."""
+    warning: str = ""
+    """What the body asked for and the prompt has in another form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,10 @@ def chat_prompt(
         finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
         how = body, rendering, finder, _companions(sources, tenant, body)
         prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
-    return _told(sources.llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
+    composed = _told(sources.llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
+    is_told = rendering.tools and not shows_tools(sources.chat_template)
+    told = "the model's chat template shows no tools, so the system text tells of them" if is_told else ""
+    return replace(composed, warning=told)
 
 
 def text_prompt(

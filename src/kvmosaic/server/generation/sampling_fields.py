@@ -85,7 +85,7 @@ class StructuredFields(Body):
 
 _PLAIN_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
+    "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output",
     "window_tokens", "sink_tokens", "repair",
 )  # fmt: skip
 
@@ -195,7 +195,7 @@ class GenerationFields(DocumentFields, StructuredFields):
                 f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
                 "tokens: ask for fewer, and go on with another request"
             )
-        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name, None)) is not None}
         return SamplingParams(
             **{**defaults, **given},
             n=n,
@@ -218,11 +218,11 @@ def _check_repair(repair: str) -> None:
         raise told from error
 
 
-def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> SamplingParams:
+def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1, num_scored: int = 0) -> SamplingParams:
     """Returns the same parameters, with the response format compiled beside the engine.
 
     Without an explicit limit, an answer with a window is at most as long as one without: only an explicit request
-    computes for an hour.
+    computes for an hour. `num_scored` tokens of the prompts have log probabilities, too.
 
     Raises:
         InvalidSampling: an unusable part of the format, or log probabilities that would exhaust the memory.
@@ -233,7 +233,7 @@ def prepared(llm: LLM, params: SamplingParams, num_prompts: int = 1) -> Sampling
         room = None
     limits = [limit for limit in (params.max_tokens, room) if limit is not None]
     if params.logprobs is not None and limits:
-        number = num_prompts * params.n * min(limits) * (params.logprobs + 1)
+        number = params.n * (num_prompts * min(limits) + num_scored) * (params.logprobs + 1)
         if number > MAX_CANDIDATES:
             raise InvalidSampling(
                 f"the reply may hold {number} log probabilities, at most {MAX_CANDIDATES} are allowed; ask for fewer "

@@ -48,7 +48,7 @@ from kvmosaic.server.openai.tool_fields import named_by_field
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallEvent, CallParser, CallStart, ContentText, ReasoningText
 from kvmosaic.web.errors import error_replies, streamed
-from kvmosaic.web.json_body import route_class
+from kvmosaic.web.json_body import route_class, warn
 from kvmosaic.web.sse import DONE, event, open_stream
 
 ROUTE = "/v1/chat/completions"
@@ -73,8 +73,10 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         check_stream_options(body.stream, body.stream_options)
         runner.admission.check(tenant)
         prompts, params, tools = await threads.run(tenant.name, read_conversation, sources, tenant, body)
+        if body.functions:
+            warn(request, "'functions' and 'function_call' are an old form, read as 'tools' and 'tool_choice'")
         asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, (prompts, params))
-        writer = ChatWriter(asked, model, token_bytes, tools)
+        writer = ChatWriter(asked, model, token_bytes, tools, is_old=bool(body.functions))
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
         answers, tally = await whole_answers(asked, WholeAnswer if tools is None else tools.whole)
@@ -104,9 +106,17 @@ class ChatWriter:
     """Writes the answers of one request in the shape of /v1/chat/completions."""
 
     def __init__(
-        self, asked: GenerationRequest, model: str, token_bytes: TokenBytes, tools: ToolAnswers | None = None
+        self,
+        asked: GenerationRequest,
+        model: str,
+        token_bytes: TokenBytes,
+        tools: ToolAnswers | None = None,
+        *,
+        is_old: bool = False,
     ) -> None:
+        """Creates a writer for a request; `is_old`: a call is written as `function_call`."""
         self._asked = asked
+        self._is_old = is_old
         self._tools = tools
         self._parsers: dict[int, CallParser] = {}
         self._token_bytes = token_bytes
@@ -170,8 +180,8 @@ class ChatWriter:
         ending: ChatEnding = answer.finish_reason
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
         if isinstance(answer, ToolAnswer):
-            ending = ending_with(answer.parser, answer.finish_reason, answer.stop_reason)
-            message = message_of(answer)
+            ending = self._ending(answer.parser, answer.finish_reason, answer.stop_reason)
+            message = message_of(answer, is_old=self._is_old)
         return ChatChoice(
             index=index,
             message=message,
@@ -190,7 +200,7 @@ class ChatWriter:
         if parser is None:
             said = [MessageDelta(content=answer.text)] if answer.text else []
         else:
-            said = list(message_deltas(read_delta(parser, answer)))
+            said = list(message_deltas(read_delta(parser, answer), is_old=self._is_old))
         if logprobs is not None and not said:
             said = [MessageDelta(content="")]
         for delta in said:
@@ -201,11 +211,17 @@ class ChatWriter:
                 ChunkChoice(
                     index=answer.index,
                     delta=MessageDelta(),
-                    finish_reason=ending if parser is None else ending_with(parser, ending, answer.stop_reason),
+                    finish_reason=ending if parser is None else self._ending(parser, ending, answer.stop_reason),
                     stop_reason=answer.stop_reason,
                 )
             )
         return choices
+
+    def _ending(self, parser: CallParser, ending: Ending, stop_reason: int | str | None) -> ChatEnding:
+        """Returns the finish reason of an answer that may have calls."""
+        if ending != "stop" or not parser.is_called(stop_reason):
+            return ending
+        return "function_call" if self._is_old else "tool_calls"
 
     def _parser_of(self, answer: AnswerDelta) -> CallParser | None:
         """Returns the parser of an answer; None if it cannot call tools."""
@@ -227,22 +243,24 @@ _EXAMPLE = (
 )
 
 
-def message_of(answer: ToolAnswer) -> AnswerMessage:
-    """Returns the message of an answer: content is null where there are calls only."""
+def message_of(answer: ToolAnswer, *, is_old: bool) -> AnswerMessage:
+    """Returns the message of an answer: content is null where there are calls only; `is_old`: as for `ChatWriter`."""
     calls = [
         ToolCallReply(id=call.id, type="function", function=FunctionReply(name=call.name, arguments=call.arguments))
         for call in answer.parsed.calls
     ]
     content = answer.parsed.content
     message = AnswerMessage(role="assistant", content=content or None if calls else content, refusal=None)
-    if calls:
+    if calls and is_old:
+        message.function_call = calls[0].function
+    elif calls:
         message.tool_calls = calls
     if answer.parsed.reasoning:
         message.reasoning_content = answer.parsed.reasoning
     return message
 
 
-def message_deltas(events: list[CallEvent]) -> Iterator[MessageDelta]:
+def message_deltas(events: list[CallEvent], *, is_old: bool) -> Iterator[MessageDelta]:
     """Yields events in OpenAI's shape: the name of a call first, then its arguments in pieces."""
     for each in events:
         if isinstance(each, ContentText):
@@ -251,12 +269,9 @@ def message_deltas(events: list[CallEvent]) -> Iterator[MessageDelta]:
             yield MessageDelta(reasoning_content=each.text)
         elif isinstance(each, CallStart):
             function = FunctionDelta(name=each.name, arguments="")
-            yield MessageDelta(tool_calls=[CallDelta(index=each.index, id=each.id, type="function", function=function)])
+            call = CallDelta(index=each.index, id=each.id, type="function", function=function)
+            yield MessageDelta(function_call=function) if is_old else MessageDelta(tool_calls=[call])
         else:
             function = FunctionDelta(arguments=each.text)
-            yield MessageDelta(tool_calls=[CallDelta(index=each.index, function=function)])
-
-
-def ending_with(parser: CallParser, ending: Ending, stop_reason: int | str | None) -> ChatEnding:
-    """Returns the finish reason of an answer that may have calls."""
-    return "tool_calls" if ending == "stop" and parser.is_called(stop_reason) else ending
+            call = CallDelta(index=each.index, function=function)
+            yield MessageDelta(function_call=function) if is_old else MessageDelta(tool_calls=[call])

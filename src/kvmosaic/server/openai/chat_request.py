@@ -19,23 +19,30 @@ from kvmosaic.api.fields import (
     Variables,
     example,
 )
-from kvmosaic.errors import InvalidSampling
+from kvmosaic.errors import InvalidSampling, InvalidTools
 from kvmosaic.prompt.message import MAX_MESSAGES
-from kvmosaic.sampling import SamplingParams, StructuredOutputs
+from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.generation.prompts import Rendering
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.openai.request_fields import (
-    MAX_CHOICES,
     MAX_LOGPROBS,
-    ResponseFormat,
-    SharedFields,
-    StreamOptions,
-    structure_of,
+    ChoiceFields,
 )
-from kvmosaic.server.openai.tool_fields import Calls, NamedChoice, ToolChoiceField, Tools, plain_tools
+from kvmosaic.server.openai.tool_fields import (
+    CalledFunction,
+    CallFields,
+    Calls,
+    Functions,
+    NamedChoice,
+    NamedFunction,
+    ToolChoiceField,
+    Tools,
+)
 from kvmosaic.tools import ToolRequest, read_tool_request
 
 Mark = bool | Plain | None
+_OLD_CALL = "call00000"
+"""The id of a call in the old form, which has none; templates of Mistral want nine letters and digits."""
 
 
 def _shape(content: Any) -> str:
@@ -70,8 +77,8 @@ class ChatMessage(Body):
     """One message."""
 
     role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool"],
-        Field(description="'developer' is 'system' for models whose template does not know it."),
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Field(description="'developer' is 'system' for models whose template does not know it; 'function' is 'tool'."),
     ]
     tool_calls: Annotated[Calls | None, Field(description="Calls in an answer.")] = None
     tool_call_id: Annotated[Name | None, Field(description="The call whose result a tool's message is.")] = None
@@ -81,7 +88,7 @@ class ChatMessage(Body):
     refusal: Ignored = None
     annotations: Ignored = None
     audio: Annotated[Any, Only((None,), "only text can be read")] = None
-    function_call: Annotated[Any, Only((None,), "use tool_calls")] = None
+    function_call: Annotated[CalledFunction | None, Field(description="The old form of tool_calls.")] = None
 
     @field_validator("content")
     @classmethod
@@ -94,13 +101,21 @@ class ChatMessage(Body):
         """Returns the message as the prompt encoder reads it."""
         content = self.content
         kept = [part.model_dump(exclude_none=True) for part in content] if isinstance(content, list) else content
+        calls = self.tool_calls or []
+        if self.function_call is not None:
+            calls = [*calls, CallFields(id=_OLD_CALL, function=self.function_call)]
+        is_old = self.role == "function"
         extra = {
             "name": self.name,
             "reasoning_content": self.reasoning_content,
-            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()] or None,
-            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.model_dump(exclude={"index"}) for call in calls] or None,
+            "tool_call_id": _OLD_CALL if is_old else self.tool_call_id,
         }
-        return {"role": self.role, "content": kept, **{key: text for key, text in extra.items() if text is not None}}
+        return {
+            "role": "tool" if is_old else self.role,
+            "content": kept,
+            **{key: text for key, text in extra.items() if text is not None},
+        }
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -128,7 +143,7 @@ class ChatFields(Body):
         Raises:
             InvalidTools: tools that cannot be called.
         """
-        read = read_tool_request(plain_tools(self.tools))
+        read = read_tool_request(self.plain_tools())
         return Rendering(
             self.add_generation_prompt,
             bool(self.continue_final_message),
@@ -136,12 +151,16 @@ class ChatFields(Body):
             () if read is None else tuple(read.for_template()),
         )
 
+    def plain_tools(self) -> list[dict[str, Any]] | None:
+        """Returns the tools as `read_tool_request` reads them."""
+        return None if self.tools is None else [tool.model_dump(exclude_unset=True) for tool in self.tools]
+
     def plain_messages(self) -> list[dict[str, Any]]:
         """Returns the conversation as the prompt encoder reads it."""
         return [message.plain() for message in self.messages]
 
 
-class ChatRequest(SharedFields, ChatFields):
+class ChatRequest(ChoiceFields, ChatFields):
     """A body of /v1/chat/completions."""
 
     model_config = example(
@@ -150,7 +169,6 @@ class ChatRequest(SharedFields, ChatFields):
         max_tokens=16,
     )
 
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
     max_tokens: NumTokens | None = None
     max_completion_tokens: Annotated[
         NumTokens | None,
@@ -158,8 +176,6 @@ class ChatRequest(SharedFields, ChatFields):
     ] = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
     tool_choice: Annotated[
         ToolChoiceField | None,
         Field(description="required or a function: the answer is a call that keeps to the schema. Default: auto."),
@@ -167,8 +183,12 @@ class ChatRequest(SharedFields, ChatFields):
     parallel_tool_calls: Annotated[
         bool | None, Field(description="false: at most one call in an answer. Default: true.")
     ] = None
-    functions: Annotated[Any, Only((None, []), "use tools")] = None
-    function_call: Annotated[Any, Only((None, "none", "auto"), "use tool_choice")] = None
+    functions: Annotated[
+        Functions | None, Field(description="The old form of tools; then calls are in function_call.")
+    ] = None
+    function_call: Annotated[
+        Literal["none", "auto"] | NamedFunction | None, Field(description="The old form of tool_choice.")
+    ] = None
     audio: Annotated[Any, Only((None,), "only text is written")] = None
     modalities: Annotated[Any, Only((None, ["text"]), "only text is written")] = None
     reasoning_effort: Annotated[Any, Only((None, "none"), "use chat_template_kwargs", matters=False)] = None
@@ -177,17 +197,26 @@ class ChatRequest(SharedFields, ChatFields):
     moderation: Annotated[Any, Only((None,), "answers are not moderated")] = None
     prediction: Ignored = None
 
+    def plain_tools(self) -> list[dict[str, Any]] | None:
+        """Returns the tools, or the functions as tools."""
+        if not self.functions:
+            return super().plain_tools()
+        return [{"type": "function", "function": each.model_dump(exclude_unset=True)} for each in self.functions]
+
     def tool_request(self) -> ToolRequest | None:
         """Returns the tools and how they may be called; None without tools.
 
         Raises:
             InvalidTools: tools that cannot be called, or a choice that does not go with them.
         """
-        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
-        return read_tool_request(plain_tools(self.tools), choice, self.parallel_tool_calls)
-
-    def _format(self) -> StructuredOutputs | None:
-        return structure_of(self.response_format)
+        if self.functions and (self.tools or self.tool_choice):
+            raise InvalidTools("functions are the old form of tools; send tools and tool_choice only")
+        choice: Any = self.tool_choice if self.function_call is None else self.function_call
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        elif isinstance(choice, NamedChoice):
+            choice = choice.model_dump()
+        return read_tool_request(self.plain_tools(), choice, False if self.functions else self.parallel_tool_calls)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters.

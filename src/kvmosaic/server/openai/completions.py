@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Discriminator, Field, Tag
 
-from kvmosaic.api.fields import INTEGRAL, NumTokens, Only, Text, TokenIds, example
+from kvmosaic.api.fields import INTEGRAL, MAX_ANSWER_TOKENS, Only, Text, TokenIds, example
 from kvmosaic.engine import AnswerDelta
-from kvmosaic.sampling import Logprob, SamplingParams, StructuredOutputs
+from kvmosaic.sampling import Logprob, SampledToken, SamplingParams, decode_all, decoded_logprobs
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.generation.answers import (
@@ -27,16 +29,14 @@ from kvmosaic.server.generation.answers import (
 from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
 from kvmosaic.server.generation.sampling_fields import Defaults, prepared
 from kvmosaic.server.generation.usage import UsageTotals
-from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
+from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs, with_first
 from kvmosaic.server.openai.replies import Completion, TextChoice
 from kvmosaic.server.openai.request_fields import (
     MAX_CHOICES,
     MAX_LOGPROBS,
-    ResponseFormat,
-    SharedFields,
+    ChoiceFields,
     StreamOptions,
     check_stream_options,
-    structure_of,
 )
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.errors import ApiError, error_replies, streamed
@@ -66,21 +66,22 @@ PromptField = Annotated[
 ]
 
 
-class CompletionRequest(SharedFields):
+class CompletionRequest(ChoiceFields):
     """A body of /v1/completions."""
 
     model_config = example(prompt="The ferry goes to", max_tokens=16)
 
     prompt: PromptField
-    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Must equal n."), INTEGRAL] = None
-    max_tokens: NumTokens | None = DEFAULT_MAX_TOKENS
+    max_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=MAX_ANSWER_TOKENS, description="0: only the log probabilities of the echo."),
+        INTEGRAL,
+    ] = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
-    echo: Annotated[bool | None, Field(description="The prompt before its answer; texts without logprobs only.")] = (
-        False
-    )
-    response_format: ResponseFormat | None = None
-    stream_options: StreamOptions | None = None
+    echo: Annotated[
+        bool | None, Field(description="The prompt before its answer; with logprobs also those of its tokens.")
+    ] = False
     suffix: Annotated[Any, Only((None,), "the answer cannot be made to fit a suffix")] = None
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
@@ -89,11 +90,13 @@ class CompletionRequest(SharedFields):
         Raises:
             InvalidSampling: values that do not go together.
         """
-        most = self.max_tokens or DEFAULT_MAX_TOKENS
-        return self.sampling(defaults, n=self.n or 1, max_tokens=most, logprobs=self.logprobs)
+        most = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling(defaults, n=self.n or 1, max_tokens=max(most, 1), logprobs=self.logprobs)
 
-    def _format(self) -> StructuredOutputs | None:
-        return structure_of(self.response_format)
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log probabilities of the prompt's tokens are asked for."""
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
@@ -120,8 +123,10 @@ class CompletionRequest(SharedFields):
             many = f"{len(self.prompts)} prompts" + (f" with n={n}" if n > 1 else "")
             message = f"{many}; this server lets {max_at_once} answers in at once: send fewer prompts"
             raise ApiError(400, message, param="prompt")
-        if self.echo and (self.logprobs is not None or not all(isinstance(prompt, str) for prompt in self.prompts)):
-            raise ApiError(400, "echo goes with prompts of text and without logprobs", param="echo")
+        if self.is_scored and self.stream:
+            raise ApiError(400, "the log probabilities of an echo come in one reply; leave stream out", param="echo")
+        if self.max_tokens == 0 and not self.is_scored:
+            raise ApiError(400, "max_tokens is 0; it is at least 1 without echo and logprobs", param="max_tokens")
 
 
 def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads) -> APIRouter:
@@ -143,10 +148,14 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         runner.admission.check(tenant)
         read = await threads.run(tenant.name, _read, sources, tenant, body)
         asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)
-        writer = CompletionWriter(asked, model, [str(text) for text in body.prompts] if body.echo else [])
+        echoes = await _echoes(asked, body, sources.tokenizer) if body.echo else []
+        writer = CompletionWriter(asked, model, echoes)
         if body.stream:
             return await open_stream(request, writer.chunks(body.stream_options or StreamOptions()))
-        answers, tally = await whole_answers(asked, WholeAnswer)
+        if body.max_tokens == 0:
+            tally, answers = asked.tally(), [WholeAnswer(finish_reason="length")] * (len(echoes) * asked.params.n)
+        else:
+            answers, tally = await whole_answers(asked, WholeAnswer)
         return await reply_of(lambda: writer.whole(answers, tally), answers)
 
     return routes
@@ -155,14 +164,62 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
 def _read(
     sources: PromptSources, tenant: Tenant, body: CompletionRequest
 ) -> tuple[list[EncodedPrompt], SamplingParams]:
-    params = prepared(sources.llm, body.sampling_params(sources.sampling_defaults()), len(body.prompts))
-    return [text_prompt(sources, tenant, body, prompt) for prompt in body.prompts], params
+    params = body.sampling_params(sources.sampling_defaults())
+    prompts = [text_prompt(sources, tenant, body, prompt) for prompt in body.prompts]
+    if body.is_scored and any(len(composed.prompt.segments) > 1 for composed in prompts):
+        raise ApiError(400, "echo with logprobs is for prompts without documents; leave either out", param="echo")
+    num_scored = sum(composed.prompt.num_tokens for composed in prompts) if body.is_scored else 0
+    return prompts, prepared(sources.llm, params, len(prompts), num_scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt before its answer, with the log probabilities of its tokens if they are asked for."""
+
+    text: str
+    first: str | None = None
+    """The text of the first token, which has none."""
+    token_ids: Sequence[int] = ()
+    """The other tokens."""
+    logprobs: Sequence[dict[int, Logprob]] = ()
+
+
+async def _echoes(asked: GenerationRequest, body: CompletionRequest, tokenizer: Any) -> list[Echo]:
+    decode = partial(decode_all, tokenizer, skip_special_tokens=False)
+    texts = [text if isinstance(text, str) else decode(text) for text in body.prompts]
+    if not body.is_scored:
+        return [Echo(text) for text in texts]
+    ids = [composed.prompt.segments[0].token_ids or () for composed in asked.prompts]
+    scored: list[Sequence[SampledToken]] = [()] * len(ids)
+    long = [index for index, prompt_ids in enumerate(ids) if len(prompt_ids) > 1]
+    prompts = [_after_first(asked.prompts[index]) for index in long]
+    params = replace(asked.params, n=1)
+    async with aclosing(deltas(replace(asked, prompts=prompts, params=params))) as news:
+        async for number, delta in news:
+            scored[long[number]] = delta.scored
+
+    def echo(text: str, prompt_ids: Sequence[int], tokens: Sequence[SampledToken]) -> Echo:
+        logprobs = [decoded_logprobs(tokenizer, token) for token in tokens]
+        return Echo(text, decode(prompt_ids[:1]), prompt_ids[1:], logprobs)
+
+    return await asyncio.to_thread(lambda: list(map(echo, texts, ids, scored)))
+
+
+def _after_first(composed: EncodedPrompt) -> EncodedPrompt:
+    """A prompt of the first token, and the others as its continuation."""
+    (segment,) = composed.prompt.segments
+    first, *others = segment.token_ids or ()
+    return replace(
+        composed,
+        prompt=replace(composed.prompt, segments=(replace(segment, token_ids=(first,)),)),
+        continuation=others,
+    )
 
 
 class CompletionWriter:
     """Writes the answers of one request in the shape of /v1/completions."""
 
-    def __init__(self, asked: GenerationRequest, model: str, echoes: Sequence[str]) -> None:
+    def __init__(self, asked: GenerationRequest, model: str, echoes: Sequence[Echo]) -> None:
         """Creates a writer for a request, with the served name and the prompts to echo before their answers, if any."""
         self._asked = asked
         self._echoes = echoes
@@ -178,8 +235,8 @@ class CompletionWriter:
         choices = [
             TextChoice(
                 index=index,
-                text=self._echo(index) + answer.text,
-                logprobs=self._logprobs(answer.token_ids, answer.logprobs),
+                text=self._echo(index).text + answer.text,
+                logprobs=self._with_echo(index, answer),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
             )
@@ -220,7 +277,7 @@ class CompletionWriter:
 
     def _news(self, index: int, answer: AnswerDelta, offsets: dict[int, int]) -> TextChoice | None:
         is_first = index not in offsets
-        text = (self._echo(index) if is_first else "") + answer.text
+        text = (self._echo(index).text if is_first else "") + answer.text
         logprobs = self._logprobs(answer.token_ids, answer.logprobs or (), offsets.get(index, 0))
         offsets[index] = offsets.get(index, 0) + sum(map(len, logprobs.tokens if logprobs else ()))
         if not text and logprobs is None and answer.finish_reason is None:
@@ -233,8 +290,16 @@ class CompletionWriter:
             stop_reason=answer.stop_reason,
         )
 
-    def _echo(self, index: int) -> str:
-        return self._echoes[index // self._asked.params.n] if self._echoes else ""
+    def _echo(self, index: int) -> Echo:
+        return self._echoes[index // self._asked.params.n] if self._echoes else Echo("")
+
+    def _with_echo(self, index: int, answer: WholeAnswer) -> TextLogprobs | None:
+        echo, number = self._echo(index), self._asked.params.logprobs
+        if number is None or echo.first is None:
+            return self._logprobs(answer.token_ids, answer.logprobs)
+        entries = zip((*echo.token_ids, *answer.token_ids), (*echo.logprobs, *answer.logprobs), strict=True)
+        place = len(echo.first) if echo.text.startswith(echo.first) else 0  # a token that begins texts has no place
+        return with_first(text_logprobs(entries, number, place), echo.first)
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], offset: int = 0

@@ -37,8 +37,8 @@ class TextLogprobs(Reply):
     """Log probabilities of a choice of /v1/completions, one entry per token in each list."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -88,6 +88,16 @@ def text_logprobs(entries: Iterable[tuple[int, Mapping[int, Logprob]]], number: 
             shown = [*_ranked(candidates, number), (token_id, chosen)]
             result.top_logprobs.append({other.decoded_token or "": _finite(other.logprob) for _, other in shown})
     return result
+
+
+def with_first(found: TextLogprobs, text: str) -> TextLogprobs:
+    """Puts the first token of a prompt before the others; nothing predicts it."""
+    found.tokens.insert(0, text)
+    found.token_logprobs.insert(0, None)
+    found.text_offset.insert(0, 0)
+    if found.top_logprobs is not None:
+        found.top_logprobs.insert(0, None)
+    return found
 
 
 def _ranked(candidates: Mapping[int, Logprob], number: int) -> list[tuple[int, Logprob]]:

@@ -11,7 +11,7 @@ from kvmosaic.server.generation.answers import Ending
 from kvmosaic.server.generation.usage import ReplyReport, Usage
 from kvmosaic.server.openai.logprobs import ChatLogprobs, TextLogprobs
 
-ChatEnding = Ending | Literal["tool_calls"]
+ChatEnding = Ending | Literal["tool_calls", "function_call"]
 
 
 class FunctionReply(Reply):
@@ -36,6 +36,7 @@ class AnswerMessage(Reply):
     content: Annotated[str | None, Field(description="null: the answer is calls only.")]
     refusal: None = None
     tool_calls: list[ToolCallReply] | None = None
+    function_call: Annotated[FunctionReply | None, Field(description="The call, where functions were sent.")] = None
     reasoning_content: Annotated[
         str | None, Field(description="With tools, and for models that have a channel for it.")
     ] = None
@@ -85,6 +86,7 @@ class MessageDelta(Reply):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
     reasoning_content: str | None = None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvmosaic.api.fields import MAX_NAME, Body, Ignored, Only, Plain
+from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Plain
 from kvmosaic.sampling import StructuredOutputs
+from kvmosaic.sampling.params import MAX_BIASED
 from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.web.errors import ApiError
 
@@ -46,15 +47,6 @@ class JsonSchemaFormat(Body):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-def structure_of(form: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> StructuredOutputs | None:
-    """Returns the constraint of a `response_format`."""
-    if isinstance(form, JsonObjectFormat):
-        return StructuredOutputs(json_object=True)
-    if isinstance(form, JsonSchemaFormat):
-        return StructuredOutputs(json=form.json_schema.json_schema if form.json_schema.json_schema is not None else {})
-    return None
-
-
 class StreamOptions(Body):
     """What a stream tells besides text."""
 
@@ -87,7 +79,6 @@ class SharedFields(GenerationFields):
     stop: Annotated[
         _StopText | Annotated[list[_StopText], Field(max_length=128)] | None, AfterValidator(_said_stops)
     ] = None
-    logit_bias: Annotated[Any, Only((None, {}), "single logits cannot be changed")] = None
     user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None
@@ -99,3 +90,32 @@ class SharedFields(GenerationFields):
 
     def _stop_texts(self) -> str | list[str] | None:
         return self.stop
+
+
+_BiasedToken = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+
+
+def _by_id(biases: dict[str, float]) -> dict[int, float]:
+    return {int(token_id): bias for token_id, bias in biases.items()}
+
+
+class ChoiceFields(SharedFields):
+    """What a request may say where a reply has choices."""
+
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES), INTEGRAL] = 1
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: Annotated[
+        dict[_BiasedToken, Annotated[float, Field(ge=-100, le=100)]] | None,
+        Field(max_length=MAX_BIASED, description="Added to the logits of these token ids."),
+        AfterValidator(lambda biases: biases and _by_id(biases)),
+    ] = None
+
+    def _format(self) -> StructuredOutputs | None:
+        form = self.response_format
+        if isinstance(form, JsonObjectFormat):
+            return StructuredOutputs(json_object=True)
+        if isinstance(form, JsonSchemaFormat):
+            schema = form.json_schema.json_schema
+            return StructuredOutputs(json=schema if schema is not None else {})
+        return None

@@ -112,6 +112,7 @@ class ResponseRequest(SharedFields):
     parallel_tool_calls: Annotated[
         bool | None, Field(description="false: at most one call in an answer. Default: true.")
     ] = None
+    logit_bias: Annotated[Any, Only((None, {}), "use /v1/chat/completions")] = None
     reasoning: Annotated[Any, Only(_NO_REASONING, "use chat_template_kwargs", matters=False)] = None
     truncation: Annotated[Any, Only((None, "disabled"), "prompts are never cut", matters=False)] = None
     context_management: Annotated[Any, Only((None, []), "prompts are never cut", matters=False)] = None

@@ -88,6 +88,7 @@ class FlatChoice(NamedFunction):
 FlatTools = Annotated[list[Annotated[FlatTool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
 FlatChoiceField = Annotated[Literal["none", "auto", "required"] | FlatChoice, BeforeValidator(flat_function)]
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+Functions = Annotated[list[FunctionFields], Field(max_length=MAX_TOOLS)]
 ToolChoiceField = Literal["none", "auto", "required"] | NamedChoice
 
 
@@ -119,8 +120,3 @@ def named_by_field() -> Iterator[None]:
         told = as_api_error(error)
         told.param = "tool_choice" if told.message.startswith("tool_choice") else "tools"
         raise told from error
-
-
-def plain_tools(tools: list[ToolFields] | None) -> list[dict[str, Any]] | None:
-    """The tools as `read_tool_request` reads them."""
-    return None if tools is None else [tool.model_dump(exclude_unset=True) for tool in tools]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvmosaic.tools.formats.tool_format import (
     CallTexts,
     Parts,
@@ -12,6 +14,7 @@ from kvmosaic.tools.formats.tool_format import (
     read_object,
     read_objects,
     short_id,
+    shows_tools,
 )
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
 from kvmosaic.tools.request import Tool
@@ -31,8 +34,15 @@ class Hermes(ToolFormat):
 
     def read_calls(self, parser: CallParser, trigger: str) -> Steps:
         """Reads one object, or a list of them."""
-        yield from read_objects(parser, self.markers[1:])
-        yield from read_end(parser, *self.markers[1:])
+        ends = self.markers[1:] if trigger else ("```",)
+        yield from read_objects(parser, ends, is_bare=not trigger)
+        yield from read_end(parser, *ends)
+
+    def read(self, parser: CallParser) -> Steps:
+        """Reads an answer: also an object without tags, as of Qwen2.5-Coder, unless tools are strict."""
+        if not any(tool.is_strict for tool in parser.tools.values()):
+            yield from parser.try_calls(self._read_bare(parser))
+        yield from super().read(parser)
 
     def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
         """One object."""
@@ -113,8 +123,8 @@ class Llama3(ToolFormat):
     """`{"name": ..., "parameters": {...}}` as the whole answer, or after `<|python_tag|>`: Llama 3.1 to 3.3."""
 
     name = "llama3_json"
-    markers = ("<|python_tag|>",)
-    triggers = ("<|python_tag|>",)
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    triggers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     texts = CallTexts()
     is_single = True
     is_bare = True
@@ -129,7 +139,7 @@ class Llama3(ToolFormat):
             yield from parser.skip()
             if (yield from parser.peek()) != "{":
                 raise NotACall
-            yield from read_object(parser)
+            yield from read_object(parser, is_bare=not trigger)
             yield from parser.skip()
             yield from parser.accept(";")
             yield from parser.skip()
@@ -139,3 +149,19 @@ class Llama3(ToolFormat):
     def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
         """One object."""
         return json_call(tool, arguments, "parameters")
+
+
+class Json(Llama3):
+    """`{"name": ..., "arguments": {...}}` as the whole answer: models whose template shows no tools."""
+
+    name = "json"
+    markers = ()
+    triggers = ()
+
+    def is_used_by(self, template: str) -> bool:
+        """Whether the template shows no tools."""
+        return not shows_tools(template)
+
+    def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
+        """One object."""
+        return json_call(tool, arguments)

@@ -18,10 +18,11 @@ _SPACED = {"whitespace_flexible": False, "lenient": False, "item_separator": ", 
 _SHORT_ID = string.ascii_letters + string.digits
 _TERMINALS = {
     "TEXT": "TEXT: /(?s:.*)/",
-    "PLAIN": r"PLAIN: /(?s:[^{\s].*)/",
+    "BARE": r"BARE: /(?s:\s*(```(json)?\s*)?(\{.*)?)/",
     "value_text": r"value_text[lazy]: /(?s:.*)\n<\/parameter>\n/",
 }
 _ANY_ARGUMENTS = {"type": "object"}
+_CALL_KEYS = ("name", "arguments", "parameters", "type", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class ToolFormat:
     is_single: ClassVar[bool] = False
     """Whether an answer of this format has one call at most."""
     is_bare: ClassVar[bool] = False
-    """Whether an answer that begins with "{" may be a call without a trigger."""
+    """Whether an answer that begins with "{", also in a code block, may be a call without a trigger."""
 
     def is_used_by(self, template: str) -> bool:
         """Whether a chat template writes calls in this format."""
@@ -99,9 +100,16 @@ class ToolFormat:
 
     def _read_bare(self, parser: CallParser) -> Steps:
         yield from parser.skip()
+        if is_block := (yield from parser.accept("```")):
+            yield from parser.accept("json")
+            yield from parser.skip()
         if (yield from parser.peek()) != "{":
             raise NotACall
         yield from self.read_calls(parser, "")
+        if is_block:
+            yield from parser.skip()
+            yield from parser.accept("```")
+            parser.commit()
 
     def call_id(self) -> str:
         """A new id for a call."""
@@ -113,13 +121,23 @@ def short_id() -> str:
     return "".join(secrets.choice(_SHORT_ID) for _ in range(9))
 
 
-def read_object(parser: CallParser, ends: Sequence[str] = ()) -> Steps:
-    """Reads one call as an object: {"name": ..., "arguments" or "parameters": {...}}, its keys in any order."""
+def shows_tools(template: str) -> bool:
+    """Whether a chat template may show tools to its model."""
+    return "tools" in template
+
+
+def read_object(parser: CallParser, ends: Sequence[str] = (), *, is_bare: bool = False) -> Steps:
+    """Reads one call as an object: {"name": ..., "arguments" or "parameters": {...}}, its keys in any order.
+
+    A bare one, which no tag says to be a call, has arguments and no keys of other things.
+    """
     yield from parser.expect("{")
     name = held = ""
     is_announced = False
     while True:
         key = yield from parser.string()
+        if is_bare and key not in _CALL_KEYS:
+            raise NotACall
         yield from parser.skip()
         yield from parser.expect(":")
         if key == "name" and not name:
@@ -137,15 +155,17 @@ def read_object(parser: CallParser, ends: Sequence[str] = ()) -> Steps:
             break
     yield from parser.expect("}")
     if not is_announced:
+        if is_bare and not held:
+            raise NotACall
         parser.whole_call(parser.known(name), held or "{}")
     parser.commit()
 
 
-def read_objects(parser: CallParser, ends: Sequence[str] = ()) -> Steps:
+def read_objects(parser: CallParser, ends: Sequence[str] = (), *, is_bare: bool = False) -> Steps:
     """Reads a list of such objects, or one."""
     yield from parser.skip()
     if not (yield from parser.accept("[")):
-        yield from read_object(parser, ends)
+        yield from read_object(parser, ends, is_bare=is_bare)
         return
     while True:
         yield from parser.skip()
@@ -202,7 +222,7 @@ def call_grammar(
         schema = tool.schema if is_forced or tool.is_strict else _ANY_ARGUMENTS
         lines.append(f"call_{number}: {writer.rule(tool_format.call_parts(tool, Rule(f'args_{number}')))}")
         lines.append(f"args_{number}: {json_rule(schema).lark}")
-    texts, is_single = tool_format.texts, tool_format.is_single or not request.is_parallel
+    texts, is_single = tool_format.texts, tool_format.is_single or request.is_single
     more: Parts = () if is_single else (Rule("("), texts.separator, Rule("call )*"))
     lines.append(f"more: {writer.rule((Rule('call'), *more, texts.end))}")
     lines += _start(tool_format, writer, is_forced=is_forced)
@@ -215,7 +235,7 @@ def call_grammar(
 
 
 def _start(tool_format: ToolFormat, writer: _Writer, *, is_forced: bool) -> list[str]:
-    begin, trigger = tool_format.texts.begin, tool_format.triggers[0]
+    begin = tool_format.texts.begin
     calls = writer.rule((begin, Rule("more")))
     if (free := tool_format.free_parts()) is not None:
         before, instead = map(writer.rule, free)
@@ -223,7 +243,8 @@ def _start(tool_format: ToolFormat, writer: _Writer, *, is_forced: bool) -> list
     if is_forced:
         return [f"start: {calls}"]
     if tool_format.is_bare:
-        return [f"start: {calls} | PLAIN"]
+        return [f"start: {calls} | PLAIN", "PLAIN: (TEXT & ~BARE)"]
+    trigger = tool_format.triggers[0]
     text = json.dumps(trigger, ensure_ascii=False)
     plain = f"FREE: TEXT & ~(TEXT {text} TEXT)"
     if not begin.startswith(trigger) or writer.is_special(trigger):
