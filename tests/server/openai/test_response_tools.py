@@ -20,8 +20,10 @@ from support.server import RunningServer
 from support.tool_families import tool, tool_model
 
 from kvmosaic.engine import AnswerDelta
+from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.generation.answers import GenerationRequest
+from kvmosaic.server.generation.prompts import EncodedPrompt
 from kvmosaic.server.openai.response_schemas import ResponseRequest
 from kvmosaic.server.openai.responses import ResponseWriter
 from kvmosaic.tools import TOOL_FORMATS, CallCollector, CallParser, read_tool_request
@@ -204,7 +206,7 @@ def test_every_item_that_is_sent_can_come_back(
     assert request is not None
     tools: Any = SimpleNamespace(parser=lambda: CallParser(TOOL_FORMATS[name], request.callable_tools))
     runner: Any = Scripted([text[at : at + size] for at in range(0, len(text), size)] or [""], *ending)
-    prompt: Any = SimpleNamespace(prompt=SimpleNamespace(num_tokens=1), document_ids=(), notes={}, note="")
+    prompt = EncodedPrompt(Prompt.plain([1]))
     nothing: Any = None
     asked = GenerationRequest(runner, nothing, "/v1/responses", "a", 1, [prompt], SamplingParams())
     body = ResponseRequest.model_validate({"input": "a", "tools": TOOLS})
