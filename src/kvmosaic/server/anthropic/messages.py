@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from kvmosaic.api.error_forms import MESSAGES_ROUTE, messages_error
 from kvmosaic.api.errors import ApiError
 from kvmosaic.engine import AnswerDelta
+from kvmosaic.prompt.document import left_out
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.anthropic.conversation import read_conversation
@@ -111,6 +112,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         """Counts the tokens of a prompt, without answering it."""
         served_model(sources, body.model)
         composed = await threads.run(tenant.name, _prompt, sources, tenant, body)
+        warn(request, *composed.warnings)
         return TokenCount(input_tokens=composed.prompt.num_tokens)
 
     return routes
@@ -124,7 +126,13 @@ def _prompt(sources: PromptSources, tenant: Tenant, body: CountRequest) -> Encod
         tools=() if tools is None else tuple(tools.for_template()),
     )
     blocks = BlockDocuments(conversation.documents, conversation.placed)
-    return chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
+    composed = chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
+    if not conversation.blank:
+        return composed
+    if sources.settings.strict:
+        where = conversation.blank[0]
+        raise ApiError(400, f"{where}: a document's text is blank; leave the document out", param=where)
+    return replace(composed, warnings=(*composed.warnings, left_out(conversation.blank)))
 
 
 def _read(

@@ -23,7 +23,7 @@ from kvmosaic.server.generation.sampling_fields import GenerationFields
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.web.errors import request_id_of
-from kvmosaic.web.json_body import warnings_of
+from kvmosaic.web.json_body import warn, warnings_of
 
 if TYPE_CHECKING:
     from kvmosaic.server.tracing.request_trace import RequestTrace
@@ -67,6 +67,7 @@ class GenerationRequest:
     ) -> GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
+        warn(request, *(warning for each in prompts for warning in each.warnings))
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
             trace.describe(route, body.model, params, stream=bool(body.stream))

@@ -15,6 +15,7 @@ from kvmosaic.errors import DocumentStoreUnavailable, InvalidMessages, InvalidPr
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
@@ -71,6 +72,8 @@ class EncodedPrompt:
     """Names of segments that are document ids."""
     notes: Mapping[int, str] = field(default_factory=dict)
     """Notes on segments, by number."""
+    warnings: tuple[str, ...] = ()
+    """What differs from the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +140,14 @@ def chat_prompt(
     kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
     blocks = blocks or BlockDocuments()
     kept, separated = take_separated(kept, None if blocks.are_any else sources.settings.chunk_separator)
-    with told_by_place(body):
-        documents = read_documents(sources.documents, tenant, body)
+    given = read_documents(sources, tenant, body)
+    documents = given.documents
+    with told_by_place(given.places):
         rendering = replace(rendering, is_endless=_is_endless(body))
         finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
         how = body, rendering, finder, _companions(sources, tenant, body)
         prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
-    composed = _told(sources.llm, _adapted(prompt, body), documents)
+    composed = _told(sources.llm, _adapted(prompt, body), given)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
@@ -160,18 +164,18 @@ def text_prompt(
     encoder = llm.encoder.beside(_companions(sources, tenant, body))
     if _is_endless(body):
         encoder = encoder.endless()
-    with told_by_place(body):
-        documents = read_documents(sources.documents, tenant, body)
+    given = read_documents(sources, tenant, body)
+    documents = given.documents
     if not documents:
         finder = _finder(sources, tenant, body)
         prompt = encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder)
-        return _told(llm, _adapted(prompt, body), ())
+        return _told(llm, _adapted(prompt, body), given)
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
-    with told_by_place(body):
+    with told_by_place(given.places):
         prompt = encoder.encode(prompt, preamble=body.preamble)
-    composed = _told(llm, _adapted(prompt, body), documents)
+    composed = _told(llm, _adapted(prompt, body), given)
     return replace(composed, notes=notes_of(sources.documents, tenant, documents, composed.prompt))
 
 
@@ -185,11 +189,12 @@ def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) ->
     return sources.documents.companions(tenant.name, config.companions, getattr(body, "companions", None))
 
 
-def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
+def _told(llm: LLM, prompt: Prompt, given: GivenDocuments) -> EncodedPrompt:
     """Adds the report to a prompt; without a chunk cache, the encoder has joined its segments."""
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
-    ids = frozenset(filter(None, (*(document.id for document in documents), *found)))
-    return EncodedPrompt(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
+    ids = frozenset(filter(None, (*(document.id for document in given.documents), *found)))
+    note = f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else ""
+    return EncodedPrompt(prompt, note, ids, warnings=given.warnings)
 
 
 def _encode_chat(
@@ -239,19 +244,21 @@ def _template_of(llm: LLM) -> str:
     return str(getattr(llm.model.tokenizer, "chat_template", None) or "")
 
 
-def read_documents(store: DocumentStore, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
+def read_documents(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> GivenDocuments:
     """Returns the documents of a body, with the texts of stored ones.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
-        InvalidDocument: no text and no id, or a text that is empty.
+        ApiError: 400, no text and no id, or with --strict a text that is empty.
     """
-    return document_texts(body.documents or (), partial(store.resolve, tenant.name))
+    parts, strict = body.documents or (), sources.settings.strict
+    with told_by_place(range(len(parts))):
+        return document_texts(parts, partial(sources.documents.resolve, tenant.name), strict=strict)
 
 
 @contextmanager
-def told_by_place(body: DocumentFields) -> Iterator[None]:
-    """Makes an error about a document of the body name its position there; those documents come before all others.
+def told_by_place(places: Sequence[int]) -> Iterator[None]:
+    """Makes an error about one of the first documents name its place in the body.
 
     Raises:
         ApiError: instead of such an error, with the position as `param`.
@@ -259,7 +266,7 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
     try:
         yield
     except InvalidPrompt as error:
-        told = known_error(error, body.documents)
+        told = known_error(error, places)
         if told is None or told.param is None:
             raise
         raise told from error

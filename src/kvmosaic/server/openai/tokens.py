@@ -19,7 +19,7 @@ from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, cha
 from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.errors import error_replies
-from kvmosaic.web.json_body import route_class
+from kvmosaic.web.json_body import Warnings, route_class, warn
 
 
 class _TokenizeFields(DocumentFields):
@@ -101,7 +101,9 @@ def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
     ) -> Response:
         """Tells the tokens of a prompt and its segments, without answering it."""
         served_model(sources, body.model)
-        return _json(await threads.run(tenant.name, _tokenized, sources, tenant, body))
+        reply, warnings = await threads.run(tenant.name, _tokenized, sources, tenant, body)
+        warn(request, *warnings)
+        return _json(reply)
 
     @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
     async def detokenize(
@@ -130,8 +132,9 @@ def _read(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeC
     return text_prompt(sources, tenant, body, body.prompt)
 
 
-def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> bytes:
-    prompt = _read(sources, tenant, body).prompt
+def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> tuple[bytes, Warnings]:
+    composed = _read(sources, tenant, body)
+    prompt = composed.prompt
     tokens = [token for segment in prompt.segments for token in segment.token_ids or ()]
     tokenizer: Any = sources.tokenizer
     reply = Tokenized(
@@ -149,7 +152,7 @@ def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | Toke
             for segment in prompt.segments
         ],
     )
-    return reply.model_dump_json().encode()
+    return reply.model_dump_json().encode(), composed.warnings
 
 
 def _detokenized(sources: PromptSources, token_ids: Sequence[int]) -> bytes:
