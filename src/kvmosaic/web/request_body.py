@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.json_limits import check_json, check_json_type
 from kvmosaic.web.errors import ApiError, as_api_error, reply_of_error, request_id_of
-from kvmosaic.web.json_body import PARSED, LongBody, parse_long
+from kvmosaic.web.json_body import PARSED, WARNINGS, LongBody, Warnings, add_warnings, parse_long
 
 BODY_SECONDS = 60.0
 """Timeout to receive a body, or the next piece of an upload."""
@@ -102,7 +102,7 @@ class RequestBodyMiddleware:
             with self._rules.asking(scope):
                 content, num_bytes = bytes(body), len(body)
                 body.clear()  # one of the two is enough
-                scope[PARSED] = await self._check(tenant, content)
+                content, scope[PARSED], scope[WARNINGS] = await self._check(tenant, content)
                 return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -180,14 +180,14 @@ class RequestBodyMiddleware:
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, tenant: str, body: bytes) -> LongBody | None:
-        """Checks the body; returns it as Python if it was parsed."""
+    async def _check(self, tenant: str, body: bytes) -> tuple[bytes, LongBody | None, Warnings]:
+        """Checks the body; returns it, as Python if it was parsed, and warnings about its texts."""
         if len(body) <= SMALL_BODY_BYTES:
-            check_json(body)
-            return None
+            body, warnings = check_json(body)
+            return body, None, warnings
         in_thread = partial(self._rules.in_thread, tenant)
-        parsed = await in_thread(parse_long, body)
-        return LongBody(parsed.pop(), in_thread) if parsed else None
+        parsed, warnings = await in_thread(parse_long, body)
+        return body, LongBody(parsed.pop(), in_thread) if parsed else None, warnings
 
 
 class UploadBody:
@@ -271,6 +271,8 @@ class _Conversation:
 
     async def _forward(self, message: Message) -> None:
         self._has_begun = True
+        if message["type"] == "http.response.start":
+            add_warnings(message, self._scope.get(WARNINGS, ()))
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True
         await self._send(message)

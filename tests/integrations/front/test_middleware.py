@@ -172,6 +172,8 @@ def test_repeats_and_blank_documents_are_left_out_with_a_warning() -> None:
     assert app.bodies[0] == app.bodies[1] and "x-kvmosaic-warning" not in once.headers
     assert client.post(CHAT, json={**DOCUMENTED, "documents": [""]}).status_code == 200
     assert json.loads(app.bodies[2]).keys() == DOCUMENTED.keys() - {"documents"}
+    broken = client.post(CHAT, json={**DOCUMENTED, "documents": ["a\0"]})
+    assert broken.status_code == 200 and "documents.0: 1 NUL" in broken.headers["x-kvmosaic-warning"]
 
 
 def test_a_body_over_the_limit_is_refused() -> None:

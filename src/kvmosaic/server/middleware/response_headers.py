@@ -8,8 +8,6 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.web.json_body import WARNINGS, add_warnings
-
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -38,7 +36,6 @@ class ResponseHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                add_warnings(message, scope.get(WARNINGS, ()))
                 headers["Request-Id"] = request_id  # its name in Anthropic's API
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvmosaic.api.errors import ApiError
+from kvmosaic.api.json_limits import mended
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
@@ -87,8 +88,11 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     Raises:
         ApiError: invalid documents, or fields that do not go with them.
     """
+    said: tuple[str, ...] = ()
     try:
         body = json.loads(content)
+        if b"\\u" in content:
+            body, said = mended(body)
     except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
@@ -99,7 +103,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
         ready, warnings = _rewritten(body, route, own, default), own.given.warnings
         if ready is None and warnings:  # all documents are blank
             ready = _as_it_is(_json({name: value for name, value in body.items() if name != "documents"}), body)
-        return None if ready is None else replace(ready, content=ready.content or content, warnings=warnings)
+        return None if ready is None else replace(ready, content=ready.content or content, warnings=(*said, *warnings))
     except KVMosaicError as error:
         raise api_error(error, own.given.places if own else ()) from error
 
