@@ -57,6 +57,28 @@ def test_unknown_field_is_ignored_with_a_warning(tolerant: RunningServer, path: 
         assert known.json()["kvmosaic"]["warnings"] == []
 
 
+@pytest.mark.parametrize("path", ROUTES)
+def test_any_model_name_is_answered_unless_names_are_strict(
+    tolerant: RunningServer, strict: RunningServer, path: str
+) -> None:
+    reply = ask(tolerant, path, model="gpt-4")
+    assert reply.status_code == 200, reply.text
+    warning = f"the model 'gpt-4' is not served here; {tolerant.model!r} answered"
+    assert reply.headers["x-kvmosaic-warning"] == warning
+    if "kvmosaic" in reply.json():
+        assert (reply.json()["model"], reply.json()["kvmosaic"]["warnings"]) == (tolerant.model, [warning])
+    assert "x-kvmosaic-warning" not in ask(tolerant, path, model=tolerant.model).headers
+    refused = ask(strict, path, model="gpt-4")
+    assert refused.status_code == 404 and tolerant.model in refused.json()["error"]["message"]
+
+
+def test_names_may_be_strict_on_their_own() -> None:
+    with RunningServer(strict_model_names=True) as server:
+        error = ask(server, mirostat=1, model="gpt-4").json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert ask(server, mirostat=1).status_code == 200
+
+
 ANTHROPIC = "/v1/messages"
 CITED = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The mill is red."}}
 CITED |= {"citations": {"enabled": True}}

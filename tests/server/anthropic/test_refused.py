@@ -59,11 +59,10 @@ def test_required_fields_are_required(http: httpx.Client) -> None:
         assert name in http.post("/v1/messages", json=left).json()["error"]["message"]
 
 
-def test_unknown_model_and_document_are_not_found(client: anthropic.Anthropic) -> None:
-    for fields in ({"model": "claude"}, {"extra_body": {"documents": [{"id": "nowhere"}]}}):
-        with pytest.raises(anthropic.NotFoundError) as caught:
-            client.messages.create(**{**body(), **fields})
-        assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+def test_unknown_document_is_not_found(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(**{**body(), "extra_body": {"documents": [{"id": "nowhere"}]}})
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
 
 
 def test_prompt_without_room_is_a_bad_request(client: anthropic.Anthropic) -> None:

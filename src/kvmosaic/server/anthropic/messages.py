@@ -48,8 +48,8 @@ from kvmosaic.server.generation.prompts import (
     EncodedPrompt,
     PromptSources,
     Rendering,
+    answering_model,
     chat_prompt,
-    served_model,
 )
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.tool_answers import ToolAnswers, read_delta, tool_answers
@@ -93,7 +93,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: MessagesRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> MessageReply | Response:
         """Answers a conversation over its documents, in one reply or in events (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         runner.admission.check(tenant)
         if warning := body.warning(sources.chat_template):
             warn(request, warning)
@@ -110,7 +110,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: CountRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> TokenCount:
         """Counts the tokens of a prompt, without answering it."""
-        served_model(sources, body.model)
+        answering_model(sources, request, body.model)
         composed = await threads.run(tenant.name, _prompt, sources, tenant, body)
         warn(request, *composed.warnings)
         return TokenCount(input_tokens=composed.prompt.num_tokens)

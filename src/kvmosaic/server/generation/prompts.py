@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from fastapi import Request
+
 from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import known_error
 from kvmosaic.documents import DocumentStore, label_in
@@ -24,6 +26,7 @@ from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.web.errors import ApiError
+from kvmosaic.web.json_body import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,23 @@ class BlockDocuments:
     def are_any(self) -> bool:
         """Whether there are any."""
         return bool(self.listed) or self.placed is not None
+
+
+def answering_model(sources: PromptSources, request: Request, name: str | None) -> str:
+    """Returns the name of the model that answers a request, and warns if the request names another one.
+
+    Raises:
+        ApiError: 404, the name of an adapter, or with --strict-model-names one under which nothing is served.
+    """
+    settings = sources.settings
+    if name in (None, *settings.model_names) or settings.strict or settings.strict_model_names:
+        return served_model(sources, name)
+    if name in sources.llm.model.adapters:
+        message = f"{name!r:.80} is the name of an adapter; send it as 'adapter', and leave the model out"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    model = settings.model_names[0]
+    warn(request, f"the model {name!r:.80} is not served here; {model!r} answered")
+    return model
 
 
 def served_model(sources: PromptSources, name: str | None) -> str:

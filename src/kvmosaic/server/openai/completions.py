@@ -24,7 +24,7 @@ from kvmosaic.server.generation.answers import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, text_prompt
 from kvmosaic.server.generation.sampling_fields import Defaults, prepared
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs
@@ -138,7 +138,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         body.check(runner.admission.max_at_once)
         runner.admission.check(tenant)
         read = await threads.run(tenant.name, _read, sources, tenant, body)

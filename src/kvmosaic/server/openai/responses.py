@@ -23,7 +23,7 @@ from kvmosaic.server.generation.answers import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, chat_prompt
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.openai.logprobs import TokenBytes, TokenLogprob, chat_logprobs
@@ -61,7 +61,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response | HttpResponse:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         runner.admission.check(tenant)
         read = await threads.run(tenant.name, _read, sources, tenant, body)
         asked = GenerationRequest.by(runner, tenant, ROUTE, request, body, read)

@@ -15,7 +15,7 @@ from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.admission import RequestThreads
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, chat_prompt, text_prompt
 from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.errors import error_replies
@@ -100,7 +100,7 @@ def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
         request: Request, body: TokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the tokens of a prompt and its segments, without answering it."""
-        served_model(sources, body.model)
+        answering_model(sources, request, body.model)
         reply, warnings = await threads.run(tenant.name, _tokenized, sources, tenant, body)
         warn(request, *warnings)
         return _json(reply)
@@ -110,7 +110,7 @@ def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
         request: Request, body: DetokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the text of token ids."""
-        served_model(sources, body.model)
+        answering_model(sources, request, body.model)
         return _json(await threads.run(tenant.name, _detokenized, sources, body.tokens))
 
     return routes
