@@ -79,6 +79,20 @@ def test_names_may_be_strict_on_their_own() -> None:
         assert ask(server, mirostat=1).status_code == 200
 
 
+LIMITS = [(path, name) for path, body in ROUTES.items() for name in body if "max" in name]
+
+
+@pytest.mark.parametrize(("path", "name"), [*LIMITS, (CHAT, "max_completion_tokens")])
+def test_minus_one_and_empty_stop_texts_are_no_limit(tolerant: RunningServer, path: str, name: str) -> None:
+    stop = "stop_sequences" if path == "/v1/messages" else "stop"
+    reply = ask(tolerant, path, **{name: -1, stop: ["", *" aeo\n1"], "min_tokens": 17})
+    assert reply.status_code == 200, reply.text
+    usage = reply.json()["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) >= 17
+    error = ask(tolerant, path, **{name: -2}).json()["error"]
+    assert f"{name}: must be greater than or equal to 1" in error["message"]
+
+
 ANTHROPIC = "/v1/messages"
 CITED = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The mill is red."}}
 CITED |= {"citations": {"enabled": True}}

@@ -31,7 +31,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://fenbury.exam
         ({"messages": [{"role": "assistant", "content": [DOCUMENT]}]}, "goes in a message of the user only"),
         ({"messages": [user(" ")]}, "nothing to answer"),
         ({"system": [IMAGE]}, "system.0.type"),
-        ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"stop_sequences": ["x"] * 129}, "stop_sequences"),
         ({"tool_choice": {"type": "any"}}, "tool"),
         ({"container": "c"}, "container"),
