@@ -54,6 +54,8 @@ class ApiError(Exception):
         self.code = code
         self.param = None if param is None else _printable(param[:MAX_PARAM_CHARACTERS])
         self.headers = dict(headers or {})
+        self.excess = (0, 0)
+        """Of a prompt that is too long: its tokens (0: unknown or another error), and their maximum."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -118,7 +120,10 @@ def known_error(error: BaseException, places: Sequence[int] = ()) -> ApiError | 
                 message += " (blank and repeated documents do not count in numbers)"
             if place is not None and place < len(places):
                 param = f"documents.{places[place]}"
-            return ApiError(status, message, type=kind, code=code, param=param, headers=headers)
+            told = ApiError(status, message, type=kind, code=code, param=param, headers=headers)
+            if isinstance(error, errors.PromptTooLong):
+                told.excess = error.num_tokens, error.max_tokens
+            return told
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -64,9 +65,19 @@ def test_unknown_document_is_not_found(client: anthropic.Anthropic) -> None:
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
 
 
-def test_prompt_without_room_is_a_bad_request(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="tokens"):
-        client.messages.create(**body(user("word " * 200_000)))
+@pytest.mark.parametrize("text", ["word " * 200_000, "word " * 4_000, "word " * 1_980])
+def test_prompt_without_room_is_told_in_anthropics_words(http: httpx.Client, text: str) -> None:
+    found = []
+    for stream in (False, True):
+        reply = http.post(
+            "/v1/messages", json=plain(user(document("Oats. " * 600), {"type": "text", "text": text}), stream=stream)
+        )
+        error = reply.json()["error"]
+        said = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum; the ", error["message"])
+        assert reply.status_code == 400 and error["type"] == "invalid_request_error" and said, error
+        assert int(said[1]) > int(said[2])
+        found.append(int(said[1]))
+    assert found[0] == found[1] >= len(text) // 20
 
 
 def test_errors_of_other_routes_keep_their_shape(http: httpx.Client) -> None:
