@@ -90,7 +90,7 @@ def _read(
         params = body.sampling_params(sources.sampling_defaults())
         prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
         tools = None if request is None else tool_answers(sources.llm, request, params)
-    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
+        return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
 
 
 class ChatWriter:
