@@ -91,8 +91,8 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     said: tuple[str, ...] = ()
     try:
         body = json.loads(content)
-        if b"\\u" in content:
-            body, said = mended(body)
+        with suppress(ApiError):  # in a name, which vLLM may take
+            body, said = mended(body) if b"\\u" in content else (body, ())
     except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
