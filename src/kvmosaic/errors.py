@@ -126,7 +126,14 @@ class ChunkTooLong(InvalidPrompt):
 
 
 class PromptTooLong(InvalidPrompt):
-    """More positions than the model has."""
+    """More positions than the model has: so many tokens (0: unknown), and its maximum."""
+
+    def __init__(
+        self, message: str = "", *, num_tokens: int = 0, max_tokens: int = 0, document: int | None = None
+    ) -> None:
+        super().__init__(message, document=document)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class TooMuchWork(KVMosaicError):

@@ -131,7 +131,7 @@ def test_models_are_listed(client: openai.OpenAI, server: RunningServer) -> None
 
 def test_errors_are_the_clients_own(client: openai.OpenAI, server: RunningServer) -> None:
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
-        client.chat.completions.create(model="no-such-model", messages=MESSAGES)
+        client.models.retrieve("no-such-model")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=server.model, messages=MESSAGES, temperature=1e9)
     with pytest.raises(openai.NotFoundError, match="never-stored"):

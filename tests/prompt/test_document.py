@@ -1,7 +1,10 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidDocument, KVMosaicError, TooManyChunks
 from kvmosaic.prompt import Document, Prompt, read_documents
+from kvmosaic.prompt.document import distinct_documents
 
 
 def test_texts_mappings_and_documents_are_read_alike():
@@ -57,3 +60,32 @@ def test_a_prompt_of_documents_needs_a_question(arguments):
         Prompt.from_documents(*arguments)
     with pytest.raises(KVMosaicError):
         Prompt.from_documents(["a"], "Why?", system=" ")
+
+
+@given(
+    st.lists(
+        st.none()
+        | st.builds(
+            Document,
+            text=st.sampled_from("ab"),
+            id=st.none() | st.sampled_from(["m", "m#2", "m#3", "m#2#2"]),
+            sees=st.just(()) | st.tuples(st.integers(0, 9)),
+        ),
+        max_size=8,
+    )
+)
+def test_distinct_documents_have_the_texts_that_were_sent_and_see_the_same(sent):
+    """None is a blank document."""
+    by_place = {place: document for place, document in enumerate(sent) if document is not None}
+    blank = dict.fromkeys(place for place, document in enumerate(sent) if document is None)
+    made = distinct_documents(by_place, blank)
+    ids = [document.id for document in made.documents if document.id is not None]
+    assert len(set(ids)) == len(ids)
+    for place, document in zip(made.places, made.documents, strict=True):
+        original = by_place[place]
+        assert document.text == original.text and (document.id or "").startswith(original.id or "")
+        seen = [sent[each].text if each < len(sent) else each for each in original.sees if each not in blank]
+        assert seen == [made.documents[each].text if each < len(made.documents) else each for each in document.sees]
+    kept = {(by_place[place].id, by_place[place].text) for place in made.places}
+    assert {(document.id, document.text) for document in by_place.values()} == kept
+    assert bool(made.warnings) == (list(made.documents) != sent)

@@ -322,8 +322,8 @@ def test_a_text_that_can_never_fit_is_refused_before_all_of_it_is_tokenized(ask,
 def test_a_text_of_many_characters_and_few_tokens_is_not_refused():
     encoder = counting_encoder(max_positions=1_000)
     encoder._pieces._ids = lambda text, **options: [1] * (len(text) // 1_000)
-    assert not encoder._pieces.is_far_longer("x" * 900_000, 1_000)
-    assert encoder._pieces.is_far_longer("x" * 4_000_000, 1_000)
+    assert not encoder._pieces.far_longer("x" * 900_000, 1_000)
+    assert encoder._pieces.far_longer("x" * 4_000_000, 1_000)
 
 
 def test_a_document_that_is_to_be_split_is_held_against_all_of_its_parts():

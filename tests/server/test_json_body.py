@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -36,6 +37,41 @@ def test_harm_anywhere_is_refused(value: object, harm: str) -> None:
 @given(st.text(st.sampled_from('\\"nuD8d0ICNaN{}[]9'), max_size=40))
 def test_what_stands_inside_a_text_is_only_text(text: str) -> None:
     check_json(json.dumps({"text": text}, ensure_ascii=False).encode())
+
+
+@given(values, st.lists(st.sampled_from(["\0", "\ud83d", "\udc00", "\\", "u", "é", "😀"]), max_size=9).map("".join))
+def test_broken_characters_of_a_text_are_replaced_and_said(value: object, text: str) -> None:
+    escaped = json.dumps({"text": text, "value": value, "documents": [text, {"id": "m", "text": "😀" + text}]})
+    mended, warnings = check_json(escaped.encode())
+    replaced = re.sub("[\0\ud800-\udfff]", "\ufffd", json.loads(json.dumps(text)))
+    documents = [replaced, {"id": "m", "text": "😀" + replaced}]
+    assert json.loads(mended) == {"text": replaced, "value": value, "documents": documents}
+    if "\ufffd" not in replaced:
+        assert (mended, warnings) == (escaped.encode(), ())
+        return
+    said, at = "NUL or lone surrogates were replaced by U+FFFD, the first at character", replaced.index("\ufffd")
+    number = replaced.count("\ufffd")
+    places = [("text", at), ("documents.0", at), ("documents.1 ('m').text", at + 1)]
+    assert warnings == tuple(f"{place}: {number} {said} {start}" for place, start in places)
+
+
+def test_warnings_about_many_texts_are_bounded() -> None:
+    _, warnings = check_json(json.dumps({"documents": ["\0"] * 100}).encode())
+    assert len(warnings) == 17 and warnings[-1] == "and in 84 more texts"
+
+
+@pytest.mark.parametrize("path", ["cache_salt", "documents.id", "messages.role", "tools.parameters", "document\0s"])
+def test_names_keep_their_characters(path: str) -> None:
+    value: object = "a\0"
+    for name in reversed(path.split(".")):
+        value = [{name: value}] if name in ("id", "role", "parameters") else {name: value}
+    with pytest.raises(ApiError, match="lone surrogate"):
+        check_json(json.dumps(value).encode())
+
+
+def test_arguments_of_calls_and_metadata_have_any_fields() -> None:
+    body = {"messages": [{"content": [{"type": "tool_use", "input": {"path": ["a\0"]}}]}], "metadata": {"a": "\0"}}
+    assert json.loads(check_json(json.dumps(body).encode())[0])["messages"][0]["content"][0]["input"]["path"] == ["a�"]
 
 
 def test_escaped_backslash_before_u_is_no_escape() -> None:

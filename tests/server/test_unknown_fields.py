@@ -57,6 +57,42 @@ def test_unknown_field_is_ignored_with_a_warning(tolerant: RunningServer, path: 
         assert known.json()["kvmosaic"]["warnings"] == []
 
 
+@pytest.mark.parametrize("path", ROUTES)
+def test_any_model_name_is_answered_unless_names_are_strict(
+    tolerant: RunningServer, strict: RunningServer, path: str
+) -> None:
+    reply = ask(tolerant, path, model="gpt-4")
+    assert reply.status_code == 200, reply.text
+    warning = f"the model 'gpt-4' is not served here; {tolerant.model!r} answered"
+    assert reply.headers["x-kvmosaic-warning"] == warning
+    if "kvmosaic" in reply.json():
+        assert (reply.json()["model"], reply.json()["kvmosaic"]["warnings"]) == (tolerant.model, [warning])
+    assert "x-kvmosaic-warning" not in ask(tolerant, path, model=tolerant.model).headers
+    refused = ask(strict, path, model="gpt-4")
+    assert refused.status_code == 404 and tolerant.model in refused.json()["error"]["message"]
+
+
+def test_names_may_be_strict_on_their_own() -> None:
+    with RunningServer(strict_model_names=True) as server:
+        error = ask(server, mirostat=1, model="gpt-4").json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert ask(server, mirostat=1).status_code == 200
+
+
+LIMITS = [(path, name) for path, body in ROUTES.items() for name in body if "max" in name]
+
+
+@pytest.mark.parametrize(("path", "name"), [*LIMITS, (CHAT, "max_completion_tokens")])
+def test_minus_one_and_empty_stop_texts_are_no_limit(tolerant: RunningServer, path: str, name: str) -> None:
+    stop = "stop_sequences" if path == "/v1/messages" else "stop"
+    reply = ask(tolerant, path, **{name: -1, stop: ["", *" aeo\n1"], "min_tokens": 17})
+    assert reply.status_code == 200, reply.text
+    usage = reply.json()["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) >= 17
+    error = ask(tolerant, path, **{name: -2}).json()["error"]
+    assert f"{name}: must be greater than or equal to 1" in error["message"]
+
+
 ANTHROPIC = "/v1/messages"
 CITED = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The mill is red."}}
 CITED |= {"citations": {"enabled": True}}

@@ -223,7 +223,7 @@ def bodies_that_cannot_be_stored_say_why(client: httpx.Client) -> None:
     refused(client.post(DOCUMENTS, json={"txt": "x"}), 400)
     for content in (
         b"{",
-        b'{"text": "\\ud800"}',
+        b'{"text": "x", "id": "\\ud800"}',
         b'{"text": "x", "ttl_seconds": NaN}',
         b"[" * 65,
         b"\xff",
@@ -234,6 +234,9 @@ def bodies_that_cannot_be_stored_say_why(client: httpx.Client) -> None:
     reply = client.put(f"{DOCUMENTS}/x", content=b'{"text": "x"}', headers={"Content-Type": "text/plain"})
     assert "application/json" in refused(reply, 400, "invalid_content_type")
     assert ids(client) == []
+    reply = client.put(f"{DOCUMENTS}/x", content=b'{"text": "a\\ud800"}', headers=JSON)
+    assert reply.status_code == 201 and "first at character 1" in reply.headers["x-kvmosaic-warning"]
+    assert client.get(f"{DOCUMENTS}/x").json()["text"] == "a\ufffd"
 
 
 def limits_are_said(client: httpx.Client) -> None:

@@ -23,7 +23,7 @@ from kvmosaic.documents.stored import (
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import MAX_COMPANION_CHARACTERS, MAX_COMPANIONS, read_companions
-from kvmosaic.prompt.document import MAX_POSITION
+from kvmosaic.prompt.document import MAX_POSITION, GivenDocuments, distinct_documents
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
 from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
@@ -185,23 +185,35 @@ class _StoredSearch:
 
 
 def document_texts(
-    parts: Sequence[DocumentPart | str], resolve: Callable[[Sequence[Named]], Sequence[StoredText]]
-) -> tuple[Document, ...]:
-    """Returns the documents of a body, with the texts of stored ones.
+    parts: Sequence[DocumentPart | str],
+    resolve: Callable[[Sequence[Named]], Sequence[StoredText]],
+    *,
+    strict: bool = False,
+) -> GivenDocuments:
+    """Returns the documents of a body, with the texts of stored ones; see `distinct_documents`.
 
     Args:
         parts: documents, or ids of stored ones.
         resolve: returns the stored documents of ids and versions.
+        strict: refuse blank texts, and leave repeated ids to the prompt encoder, which refuses them.
 
     Raises:
         UnknownDocument: an id that is not stored.
-        InvalidDocument: no text and no id, or a text that is empty.
+        InvalidDocument: no text and no id, or `sees` names an id of several texts.
     """
-    whole = [DocumentPart(text=part) if isinstance(part, str) else part for part in parts]
-    documents = [_given_document(part, index) for index, part in enumerate(whole)]
-    names = [(part.name or "", part.version) for part, given in zip(whole, documents, strict=True) if given is None]
-    stored = iter(resolve(names) if names else ())
-    return tuple(given or part.settled(next(stored)) for part, given in zip(whole, documents, strict=True))
+    whole = {place: DocumentPart(text=part) if isinstance(part, str) else part for place, part in enumerate(parts)}
+    blank = {
+        place: part.name
+        for place, part in whole.items()
+        if not strict and part.text is not None and not part.text.strip()
+    }
+    given = {place: _given_document(part, place) for place, part in whole.items() if place not in blank}
+    named = [whole[place] for place, document in given.items() if document is None]
+    stored = iter(resolve([(part.name or "", part.version) for part in named]) if named else ())
+    documents = {place: document or whole[place].settled(next(stored)) for place, document in given.items()}
+    if strict:
+        return GivenDocuments(tuple(documents.values()), tuple(documents))
+    return distinct_documents(documents, blank)
 
 
 def _given_document(part: DocumentPart, index: int) -> Document | None:

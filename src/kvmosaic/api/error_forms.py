@@ -45,9 +45,14 @@ def is_messages_route(path: str) -> bool:
 
 
 def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Returns an error in Anthropic's form; its type follows from the status."""
+    """Returns an error in Anthropic's form; its type follows from the status.
+
+    That a prompt is too long is said in Anthropic's words first, by which clients know it.
+    """
+    number, most = error.excess
+    message = f"prompt is too long: {number} tokens > {most} maximum; {error.message}" if number else error.message
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id or None}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
 
 
 def error_reply(error: ApiError, path: str, request_id: str) -> JSONResponse:

@@ -54,6 +54,8 @@ class ApiError(Exception):
         self.code = code
         self.param = None if param is None else _printable(param[:MAX_PARAM_CHARACTERS])
         self.headers = dict(headers or {})
+        self.excess = (0, 0)
+        """Of a prompt that is too long: its tokens (0: unknown or another error), and their maximum."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -98,13 +100,12 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 )
 
 
-def known_error(error: BaseException, documents: object = None) -> ApiError | None:
+def known_error(error: BaseException, places: Sequence[int] = ()) -> ApiError | None:
     """Returns the error that a client sees for one of ours, whose message is about the request; None for another one.
 
     Args:
         error: any error.
-        documents: the documents of the body, which come before all others of its prompt: an error about one of them
-            names its position there.
+        places: of the prompt's first documents in `documents` of the body: an error about one of them names it.
     """
     if isinstance(error, ApiError):
         return error
@@ -114,9 +115,15 @@ def known_error(error: BaseException, documents: object = None) -> ApiError | No
             if kind == QUOTA:  # nothing changes on its own: clients with automatic retries should not retry
                 headers = {"X-Should-Retry": "false"}
             place = error.document if isinstance(error, errors.InvalidPrompt) else None
-            is_listed = place is not None and isinstance(documents, Sequence) and place < len(documents)
-            param = f"documents.{place}" if is_listed else None
-            return ApiError(status, for_clients(str(error)), type=kind, code=code, param=param, headers=headers)
+            message, param = for_clients(str(error)), None
+            if places and places[-1] >= len(places) and isinstance(error, errors.InvalidPrompt):
+                message += " (blank and repeated documents do not count in numbers)"
+            if place is not None and place < len(places):
+                param = f"documents.{places[place]}"
+            told = ApiError(status, message, type=kind, code=code, param=param, headers=headers)
+            if isinstance(error, errors.PromptTooLong):
+                told.excess = error.num_tokens, error.max_tokens
+            return told
     return None
 
 

@@ -144,5 +144,17 @@ Ignored = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID), INTEGRAL]
 TokenIds = Annotated[list[TokenId], WrapValidator(_token_ids), Field(max_length=MAX_PROMPT_TOKENS)]
-NumTokens = Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS), INTEGRAL]
-StopText = Annotated[str, Field(min_length=1, max_length=4_096)]
+NumTokens = Annotated[Annotated[int, Field(ge=1, le=MAX_ANSWER_TOKENS)] | Annotated[int, Field(ge=-1, le=-1)], INTEGRAL]
+"""-1: no limit."""
+_StopText = Annotated[str, Field(max_length=4_096)]
+
+
+def _said_stops(stop: str | list[str] | None) -> str | list[str] | None:
+    return ([each for each in stop if each] if isinstance(stop, list) else stop) or None
+
+
+_Stops = Annotated[list[_StopText], Field(max_length=128)]
+StopTexts = Annotated[_Stops | None, AfterValidator(_said_stops)]
+"""Stop texts without empty ones, which some clients send where nothing is set."""
+StopField = Annotated[_StopText | _Stops | None, AfterValidator(_said_stops)]
+"""The same, or one text."""

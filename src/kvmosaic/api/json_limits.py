@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from typing import Any, Final
 
 from kvmosaic.api.errors import ApiError
 
@@ -26,14 +29,84 @@ _ESCAPES = re.compile(
 )
 
 
-def check_json(body: bytes) -> None:
-    """Refuses well-formed but harmful bodies: deep nesting, NaN, endless numbers, lone surrogates, NUL.
+_BROKEN = re.compile("[\0\ud800-\udfff]")
+_TEXTS: Final = frozenset(
+    "text content prompt input instructions system documents title context data thinking reasoning_content arguments "
+    "description output".split()
+)
+"""Fields whose texts the model reads."""
+_FREE: Final = frozenset({"input", "metadata"})
+"""Objects of the client, with any fields."""
+_MAX_LISTED = 16
+
+
+def check_json(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """Refuses well-formed but harmful bodies: deep nesting, NaN, endless numbers.
 
     Takes one pass; the parser checks whether the body is JSON at all.
+
+    Returns:
+        The body, with texts as of `mended`, and warnings about them.
 
     Raises:
         ApiError: 400, what was found, and the limit.
     """
+    if not _holds_broken_texts(body):
+        return body, ()
+    try:
+        value, warnings = mended(json.loads(body))
+    except ValueError:
+        return body, ()  # the parser has a better message
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(), warnings
+
+
+def mended(body: Any) -> tuple[Any, tuple[str, ...]]:
+    """Returns a parsed body with U+FFFD in place of each NUL and lone surrogate in texts, and warnings.
+
+    Raises:
+        ApiError: 400, there is one in a name, such as an id or a salt.
+    """
+    found = list[str]()
+    whole = _mended(body, "", found, is_text=False)
+    more = [f"and in {len(found) - _MAX_LISTED} more texts"] if len(found) > _MAX_LISTED else []
+    return whole, (*found[:_MAX_LISTED], *more)
+
+
+def _mended(value: Any, place: str, found: list[str], *, is_text: bool, is_free: bool = False) -> Any:
+    if isinstance(value, str) and (first := _BROKEN.search(value)):
+        where = place.removeprefix(".") or "the body"
+        if not is_text:
+            raise _refused(f"{where} holds half a character (a lone surrogate) or a NUL character; remove it")
+        whole, number = _BROKEN.subn("\ufffd", value)
+        found.append(
+            f"{where}: {number} NUL or lone surrogates were replaced by U+FFFD, the first at character {first.start()}"
+        )
+        return whole
+    if isinstance(value, Mapping):
+        return {
+            _mended(key, place, found, is_text=False): _mended(
+                item,
+                f"{place}.{key:.64}",
+                found,
+                is_text=is_free or key in _TEXTS,
+                is_free=is_free or (key in _FREE and isinstance(item, Mapping)),
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _mended(item, f"{place}.{index}{_name_of(item)}", found, is_text=is_text, is_free=is_free)
+            for index, item in enumerate(value)
+        ]
+    return value
+
+
+def _name_of(item: Any) -> str:
+    name = item.get("id") if isinstance(item, Mapping) else None
+    return f" ({name!r:.80})" if isinstance(name, str) else ""
+
+
+def _holds_broken_texts(body: bytes) -> bool:
     try:
         body.decode("utf-8")
     except UnicodeDecodeError:
@@ -41,6 +114,7 @@ def check_json(body: bytes) -> None:
     if b"\0" in body:
         raise _refused("the body holds a NUL character; remove it")
     has_escapes = b"\\u" in body
+    is_broken = False
     depth = num_values = position = 0
     while part := _PARTS.search(body, position):
         position = part.end()
@@ -51,8 +125,8 @@ def check_json(body: bytes) -> None:
             raise _refused(f"the body holds more than {MAX_VALUES} values; send less at once")
         if first == ord('"'):
             position = _end_of_text(body, position)
-            if has_escapes:
-                _check_text(body, part.end(), position)
+            if has_escapes and not is_broken:
+                is_broken = _is_broken(body, part.end(), position)
         elif first in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
@@ -61,6 +135,7 @@ def check_json(body: bytes) -> None:
             depth -= 1
         elif not is_run:
             _check_number(part.group())
+    return is_broken
 
 
 def check_json_type(content_type: str) -> None:
@@ -98,9 +173,8 @@ def _end_of_text(body: bytes, begin: int) -> int:
     return rest.end() if rest else len(body)
 
 
-def _check_text(body: bytes, begin: int, end: int) -> None:
-    if body.find(b"\\u", begin, end) >= 0 and any(each.group(1) for each in _ESCAPES.finditer(body, begin, end)):
-        raise _refused("a text holds half a character (a lone surrogate) or a NUL character; remove it")
+def _is_broken(body: bytes, begin: int, end: int) -> bool:
+    return body.find(b"\\u", begin, end) >= 0 and any(each[1] for each in _ESCAPES.finditer(body, begin, end))
 
 
 def _check_number(number: bytes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmosaic.errors import InvalidDocument, TooManyChunks
 from kvmosaic.prompt.separator import check_unicode
@@ -11,6 +11,7 @@ from kvmosaic.prompt.separator import check_unicode
 MAX_DOCUMENT_CHARACTERS = 2**25
 MAX_NAME_CHARACTERS = 4_096
 MAX_POSITION = 2**27
+_MAX_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +158,82 @@ def read_documents(documents: object, max_documents: int) -> tuple[Document, ...
             )
         read.append(document)
     return tuple(read)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenDocuments:
+    """The documents of a request as its prompt has them."""
+
+    documents: tuple[Document, ...] = ()
+    places: tuple[int, ...] = ()
+    """The place of each in the request, from 0."""
+    warnings: tuple[str, ...] = ()
+    """What differs from the request."""
+
+
+def distinct_documents(documents: Mapping[int, Document], blank: Mapping[int, str | None]) -> GivenDocuments:
+    """Leaves repeats out, and names the other texts of one id `m` `m#2`, `m#3` and so on.
+
+    Numbers in `sees` still mean the places in the request.
+
+    Args:
+        documents: by place in the request.
+        blank: ids of those without text, by place, which are left out.
+
+    Raises:
+        InvalidDocument: `sees` names an id that several texts have.
+    """
+    kept, moved = dict[int, Document](), dict[int, int | None](dict.fromkeys(blank))
+    first, numbers = dict[tuple[object, ...], int](), dict[str, int]()
+    repeats, renamed = list[str](), list[str]()
+    ids = {document.id for document in documents.values()}
+    for place, document in documents.items():
+        moved[place], name = len(kept), document.id
+        if name is not None:
+            what = (name, document.title, document.text, document.sees, document.position_offset)
+            if first.setdefault(what, place) != place:
+                moved[place] = moved[first[what]]
+                repeats.append(_listed(place, name))
+                continue
+            number = numbers.get(name, 1)
+            while number > 1 and f"{name}#{number}" in ids:
+                number += 1
+            numbers[name] = number + 1
+            if number > 1:
+                document = replace(document, id=f"{name}#{number}")
+                renamed.append(f"{_listed(place, name)} to #{number}")
+        kept[place] = document
+    gone = set(blank.values()) - ids
+    for place, document in kept.items():
+        for each in document.sees:
+            if isinstance(each, str) and numbers.get(each, 0) > 2:
+                raise InvalidDocument(
+                    f"document number {place + 1} sees {each!r:.80}, and several texts have this id; give each its own",
+                    document=place,
+                )
+        if document.sees and len(kept) < len(moved):
+            told = [moved.get(each, each) if isinstance(each, int) else each for each in document.sees]
+            sees = tuple(dict.fromkeys(each for each in told if each is not None and each not in gone))
+            kept[place] = replace(document, sees=sees)
+    said = (
+        left_out([_listed(*each) for each in blank.items()]),
+        _warning("read once, though sent again", repeats),
+        _warning("renamed, since another text has the id", renamed),
+    )
+    return GivenDocuments(tuple(kept.values()), tuple(kept), tuple(filter(None, said)))
+
+
+def left_out(listed: Sequence[str]) -> str:
+    """The warning about blank documents at these places; empty without any."""
+    return _warning("left out, since their texts are blank", listed)
+
+
+def _listed(place: int, name: str | None) -> str:
+    return f"documents.{place}" + (f" ({name!r:.80})" if name else "")
+
+
+def _warning(what: str, listed: Sequence[str]) -> str:
+    if not listed:
+        return ""
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return f"documents {what}: {', '.join(listed[:_MAX_LISTED])}{more}"

@@ -423,6 +423,8 @@ class PromptEncoder:
                 raise PromptTooLong(
                     f"the {part.label} alone has {part.num_tokens} tokens, {reason}; "
                     "shorten it" + (" or set long_chunks='split'" if can_split else ""),
+                    num_tokens=part.num_tokens,
+                    max_tokens=most,
                     document=part.document,
                 )
         return Prompt(parts, salt=salt)
@@ -479,7 +481,8 @@ class PromptEncoder:
         limit, text = min(limits), segment.text or ""
         if is_chunk and self._splits:
             limit *= self.settings.max_prompt_chunks
-        if not pieces.is_far_longer(text, limit):
+        number = pieces.far_longer(text, limit)
+        if not number:
             return
         told = f"the {segment.label} has {len(text)} characters, far more than the limit of {limit} tokens"
         if is_chunk and limit == self.settings.max_chunk_tokens:
@@ -487,7 +490,7 @@ class PromptEncoder:
             raise ChunkTooLong(f"{told}; {way_out}", document=segment.document)
         can_split = is_chunk and not self._splits
         way_out = "shorten it" + (" or set long_chunks='split'" if can_split else "")
-        raise PromptTooLong(f"{told}; {way_out}", document=segment.document)
+        raise PromptTooLong(f"{told}; {way_out}", num_tokens=number, max_tokens=limit, document=segment.document)
 
     def _encode(self, pieces: Sequence[TextPiece], segment: Segment, *, with_prefix: bool = False) -> Encoded:
         if self._pieces is None:

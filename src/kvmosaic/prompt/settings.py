@@ -89,7 +89,9 @@ def check_length(layout: PlacedPrompt, max_positions: int, max_new_tokens: int =
         answer = "1 token" if max_new_tokens == 1 else f"{max_new_tokens} tokens"
         raise PromptTooLong(
             f"the prompt needs {end} positions and its answer {answer}, the model has {max_positions}; shorten the "
-            "prompt or the answer, or place documents at position_strategy='shared', where they take the room of one"
+            "prompt or the answer, or place documents at position_strategy='shared', where they take the room of one",
+            num_tokens=end + max_new_tokens,
+            max_tokens=max_positions,
         )
     return max_positions - end
 

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from kvmosaic.errors import InvalidSampling
+from kvmosaic.errors import InvalidSampling, InvalidTools
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 
 MAX_JOINED_PATTERNS = 6
@@ -263,9 +263,10 @@ class GrammarCompiler:
             allowed = vocabulary.begin(first)
             allowed[list(vocabulary.eos_token_ids)] = False
             error, can_begin = first.failure, bool(allowed.any())
+        if error and isinstance(outputs, CallGrammar):
+            raise InvalidTools(_first_line(outputs.told(error)))
         if error:
-            what = "tools" if isinstance(outputs, CallGrammar) else f"structured_outputs.{outputs.kind}"
-            raise InvalidSampling(f"{what} cannot be used: {_first_line(error)}")
+            raise InvalidSampling(f"structured_outputs.{outputs.kind} cannot be used: {_first_line(error)}")
         if not can_begin:
             raise InvalidSampling(f"structured_outputs.{outputs.kind} allows only the empty answer")
         return grammar

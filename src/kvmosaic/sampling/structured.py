@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -98,7 +99,18 @@ class CallGrammar:
     """
 
     lark: str
+    names: tuple[str, ...]
+    """Of its tools, by the numbers in the names of the rules."""
     kind = "tools"
+
+    def told(self, error: str) -> str:
+        """An error of llguidance without its excerpt of the grammar, with the name of the tool whose rule it quotes."""
+        place = re.match(r"at (\d+)\(\d+\): ", error)
+        rule = re.match(r"\w+_(\d+):", self.lark.split("\n")[int(place[1]) - 1]) if place else None
+        if place is None or rule is None:
+            return f"tools cannot be used: {error}"
+        reason = re.split(r"\n *\d+ \| ", error[place.end() :], maxsplit=1)[0]
+        return f"tool {self.names[int(rule[1])]!r} cannot be used: {reason}"
 
 
 def _check_text(name: str, text: object, most: int) -> None:

@@ -66,8 +66,8 @@ class ToolCalling:
         """The parameters of an answer that may call tools: tags stay in its text, and forced calls have a grammar.
 
         Raises:
-            InvalidTools: tools that cannot be called in this model's format.
-            InvalidSampling: tools beside structured outputs, or a schema that is too costly.
+            InvalidTools: tools that cannot be called in this model's format, or a schema that is too costly.
+            InvalidSampling: tools beside structured outputs.
         """
         if not request.callable_tools:
             return params
@@ -79,11 +79,15 @@ class ToolCalling:
         grammar = call_grammar(self.format, request, self._tokens, self._reserved)
         if grammar is not None:
             for tool in request.callable_tools:
-                check_schema(tool.schema)
+                try:
+                    check_schema(tool.schema)
+                except InvalidSampling as error:
+                    raise InvalidTools(f"tool {tool.name!r} cannot be used: {error}") from None
+        names = tuple(tool.name for tool in request.callable_tools)
         return replace(
             params,
             shown_special_token_ids=[token.id for token in self._tokens.values() if token.is_special],
-            structured_outputs=None if grammar is None else CallGrammar(grammar),
+            structured_outputs=None if grammar is None else CallGrammar(grammar, names),
         )
 
     def parser(self, request: ToolRequest, params: SamplingParams) -> CallParser:

@@ -64,9 +64,11 @@ def health_router(engine: AsyncEngine, admission: Admission) -> APIRouter:
         status = status_now()
         return reply(response, is_well=status == "ok" or (status == "asleep" and not engine.refuses))
 
+    @routes.api_route("/healthz", methods=["GET", "HEAD"], include_in_schema=False)
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", responses={503: {"model": Health}})
     async def health(response: Response) -> Health:
-        """The same as /readyz, by the name that other servers have for it, but a server that sleeps is well."""
+        """The same as /readyz, by the names that other servers have (also /healthz), but one that sleeps is well."""
         return reply(response, is_well=status_now() in ("ok", "asleep"))
 
     @routes.get("/version")

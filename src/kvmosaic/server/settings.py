@@ -111,6 +111,11 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         "Refuse a request with an unknown field; otherwise the field is ignored, with a warning in the reply, unless "
         "it looks like a mistyped one that matters.",
     )
+    strict_model_names: bool = _setting(
+        False,
+        "Server",
+        "Refuse a request for a model of another name, as --strict does, too; otherwise it is answered with a warning.",
+    )
     uvicorn_log_level: LogLevel = _setting(
         "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
     )

@@ -18,6 +18,8 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.fields import NEEDLESS
@@ -30,20 +32,21 @@ WARNINGS = "kvmosaic.warnings"
 """Key in an ASGI scope of the warnings about a body, which its reply carries in a header, too."""
 TOLERANT = "x-ignores-unknown-fields"
 """Mark of a tolerant route in the OpenAPI document."""
+MAX_WARNING_CHARACTERS = 2_000
 Warnings = tuple[str, ...]
 
 
-def parse_long(body: bytes) -> list[Any] | None:
-    """Checks a body and parses it; None if it is not JSON, which its route reports.
+def parse_long(body: bytes) -> tuple[list[Any], Warnings]:
+    """Checks a body and parses it, in a list, with warnings; an empty list if it is not JSON, which its route reports.
 
     Raises:
         ApiError: see `check_json`.
     """
-    check_json(body)
+    body, warnings = check_json(body)
     try:
-        return [from_json(body, allow_inf_nan=False)]  # ten times as fast as json.loads for one long text
+        return [from_json(body, allow_inf_nan=False)], warnings  # ten times as fast as json.loads for one long text
     except ValueError:
-        return None
+        return [], ()
 
 
 @dataclass(slots=True)
@@ -132,16 +135,22 @@ def warnings_of(request: Request) -> Warnings:
     return warnings
 
 
-def warn(request: Request, warning: str) -> None:
-    """Adds a warning about the body of a request."""
-    request.scope[WARNINGS] = (*warnings_of(request), warning)
+def warn(request: Request, *warnings: str) -> None:
+    """Adds warnings about the body of a request, each once."""
+    request.scope[WARNINGS] = tuple(dict.fromkeys((*warnings_of(request), *warnings)))
+
+
+def add_warnings(start: Message, warnings: Warnings) -> None:
+    """Adds a header with these warnings to the message that begins a reply."""
+    if warnings:
+        MutableHeaders(scope=start)["X-Kvmosaic-Warning"] = ascii("; ".join(warnings))[1:-1][:MAX_WARNING_CHARACTERS]
 
 
 def _give(request: Request, model: Any, warnings: Warnings) -> None:
     """Hands a validated body to FastAPI's handler."""
     request._json = model
     request._body = b"{}"  # only its presence and type are checked
-    request.scope[WARNINGS] = warnings
+    warn(request, *warnings)
 
 
 MAX_UNKNOWN = 64

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from gzip import GzipFile
+from io import BytesIO
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -16,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.json_limits import check_json, check_json_type
 from kvmosaic.web.errors import ApiError, as_api_error, reply_of_error, request_id_of
-from kvmosaic.web.json_body import PARSED, LongBody, parse_long
+from kvmosaic.web.json_body import PARSED, WARNINGS, LongBody, Warnings, add_warnings, parse_long
 
 BODY_SECONDS = 60.0
 """Timeout to receive a body, or the next piece of an upload."""
@@ -94,6 +97,7 @@ class RequestBodyMiddleware:
         body = bytearray()
         num_bytes = 0
         try:
+            is_packed = _is_packed(scope)
             async with asyncio.timeout(BODY_SECONDS):
                 if not await self._read(receive, body, tenant):
                     return None
@@ -102,7 +106,12 @@ class RequestBodyMiddleware:
             with self._rules.asking(scope):
                 content, num_bytes = bytes(body), len(body)
                 body.clear()  # one of the two is enough
-                scope[PARSED] = await self._check(tenant, content)
+                if is_packed:
+                    content = await self._rules.in_thread(tenant, self._unpacked, content)
+                    self._take_room(tenant, len(content))
+                    self._add(tenant, -num_bytes)
+                    num_bytes = len(content)
+                content, scope[PARSED], scope[WARNINGS] = await self._check(tenant, content)
                 return await _Conversation(self._app, scope, receive, send).run(content)
         except TimeoutError:
             refusal = ApiError(408, f"the body did not come within {BODY_SECONDS:g} s", code="body_timeout")
@@ -123,6 +132,7 @@ class RequestBodyMiddleware:
             await send(message)
 
         try:
+            _is_packed(scope, accepted=())
             with self._uploading(self._rules.tenant_of(scope)):
                 await self._app(scope, body, forward)
         except ClientDisconnect:
@@ -155,39 +165,77 @@ class RequestBodyMiddleware:
         if not self._num_bytes[tenant]:
             del self._num_bytes[tenant]
 
+    def _take_room(self, tenant: str, num_bytes: int) -> None:
+        """Counts bytes of a body.
+
+        Raises:
+            ApiError: 429, the tenant has no room for them.
+        """
+        rules = self._rules
+        room = rules.room(MAX_BODIES * rules.max_bytes - num_bytes, self._num_bytes, tenant)
+        if self._num_bytes.get(tenant, 0) + num_bytes > room:
+            raise rules.full(f"requests{rules.of(tenant)} that are being read are too large together", "bodies_full")
+        self._add(tenant, num_bytes)
+
+    def _too_long(self, form: str) -> ApiError:
+        limit = f"{self._rules.max_bytes} bytes ({self._rules.setting})"
+        told = f"the body is longer than {limit}{form}; send less at once"
+        return ApiError(413, told, code="body_too_large", headers=CLOSE)
+
+    def _unpacked(self, body: bytes) -> bytes:
+        """Returns what a body in gzip's format contains, and unpacks no more than a body may have.
+
+        Raises:
+            ApiError: 400, it is not in this format; 413, it contains too much.
+        """
+        most = self._rules.max_bytes
+        try:
+            with GzipFile(fileobj=BytesIO(body)) as packed:
+                content = packed.read(most + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ApiError(400, f"the body is not gzip, as its Content-Encoding says: {error}") from None
+        if len(content) > most:
+            raise self._too_long(" when it is unpacked")
+        return content
+
     async def _read(self, receive: Receive, body: bytearray, tenant: str) -> bool:
         """Fills `body`; returns False if the client disconnected before its end. Ignores the declared length."""
-        rules, most = self._rules, self._rules.max_bytes
+        most = self._rules.max_bytes
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return False
             part = message.get("body", b"")
             if len(body) + len(part) > most:
-                raise ApiError(
-                    413,
-                    f"the body is longer than {most} bytes ({rules.setting}); send less at once",
-                    code="body_too_large",
-                    headers=CLOSE,
-                )
-            room = rules.room(MAX_BODIES * most - len(part), self._num_bytes, tenant)
-            if self._num_bytes.get(tenant, 0) + len(part) > room:
-                raise rules.full(
-                    f"requests{rules.of(tenant)} that are being read are too large together", "bodies_full"
-                )
-            self._add(tenant, len(part))
+                raise self._too_long("")
+            self._take_room(tenant, len(part))
             body += part
             if not message.get("more_body", False):
                 return True
 
-    async def _check(self, tenant: str, body: bytes) -> LongBody | None:
-        """Checks the body; returns it as Python if it was parsed."""
+    async def _check(self, tenant: str, body: bytes) -> tuple[bytes, LongBody | None, Warnings]:
+        """Checks the body; returns it, as Python if it was parsed, and warnings about its texts."""
         if len(body) <= SMALL_BODY_BYTES:
-            check_json(body)
-            return None
+            body, warnings = check_json(body)
+            return body, None, warnings
         in_thread = partial(self._rules.in_thread, tenant)
-        parsed = await in_thread(parse_long, body)
-        return LongBody(parsed.pop(), in_thread) if parsed else None
+        parsed, warnings = await in_thread(parse_long, body)
+        return body, LongBody(parsed.pop(), in_thread) if parsed else None, warnings
+
+
+def _is_packed(scope: Scope, *, accepted: Sequence[str] = ("gzip", "x-gzip")) -> bool:
+    """Whether the body of a request is compressed.
+
+    Raises:
+        ApiError: 415, in another way than is accepted.
+    """
+    said = Headers(scope=scope).get("content-encoding", "").strip().lower()
+    if said in ("", "identity"):
+        return False
+    if said not in accepted:
+        told = f"the header Content-Encoding says {said[:100]!r}; send {'gzip, or ' if accepted else ''}no compression"
+        raise ApiError(415, told, code="invalid_content_encoding", headers=CLOSE)
+    return True
 
 
 class UploadBody:
@@ -271,6 +319,8 @@ class _Conversation:
 
     async def _forward(self, message: Message) -> None:
         self._has_begun = True
+        if message["type"] == "http.response.start":
+            add_warnings(message, self._scope.get(WARNINGS, ()))
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True
         await self._send(message)

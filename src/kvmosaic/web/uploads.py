@@ -23,6 +23,7 @@ from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.documents.stored import MAX_METADATA_VALUE
 from kvmosaic.errors import InvalidDocument, KVMosaicError
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
+from kvmosaic.web.json_body import Warnings
 
 MAX_LINES = 100_000
 """Maximum number of lines of one upload."""
@@ -113,6 +114,7 @@ class UploadedDocument(Reply):
     status: UploadStatus
     version: Annotated[int | None, Field(description="What is stored now; null: it was refused.")]
     error: Annotated[ErrorDetail | None, Field(description="Why it was refused.")]
+    warnings: Annotated[list[str] | None, Field(description="What of its text was changed.")] = None
     tokens: NewTokens = None
     kept_tokens: KeptTokens = None
 
@@ -148,6 +150,7 @@ class Uploaded:
     id: str | None = None
     draft: DocumentDraft | None = None
     error: ApiError | None = None
+    warnings: Warnings = ()
 
     def refused(self, error: ApiError) -> UploadedDocument:
         """Describes it as refused."""
@@ -166,6 +169,7 @@ class Uploaded:
                 "status": status,
                 "version": document.version,
                 "error": None,
+                **({"warnings": list(self.warnings)} if self.warnings else {}),
                 **kept,
             }
         )
@@ -276,10 +280,10 @@ class Upload:
             if line is None:
                 limit = f"{served.max_body_bytes} bytes ({served.body_setting})"
                 raise ApiError(413, f"the line is longer than {limit}; split the document")
-            check_json(line)
+            line, warnings = check_json(line)
             body = read_body(NewDocument, _json(line), "line")
             document_id = body.id
-            return Uploaded(number, None, document_id, served.accepted(body, body.id))
+            return Uploaded(number, None, document_id, served.accepted(body, body.id), warnings=warnings)
         except (ApiError, KVMosaicError) as error:
             return Uploaded(number, None, document_id, error=served.error_of(error))
 

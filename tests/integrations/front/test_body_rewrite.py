@@ -43,7 +43,9 @@ def own_server(template: str | None, separator: str | None) -> Any:
         engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
-    return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator), documents=DocumentStore())
+    return SimpleNamespace(
+        llm=llm, settings=SimpleNamespace(chunk_separator=separator, strict=False), documents=DocumentStore()
+    )
 
 
 def renderer(
@@ -326,8 +328,7 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
         ({"documents": [3]}, "documents.0: must be a JSON object"),
         ({"documents": ["x", {"txt": "y"}]}, "unknown field 'documents.1.txt'"),
         ({"documents": ["x", {"title": "y"}]}, "neither a text nor the id"),
-        ({"documents": ["x", " "]}, "document number 2"),
-        ({"documents": [{"id": "a", "text": "x"}, {"id": "a", "text": "y"}]}, "same id"),
+        ({"documents": ["x", {"title": "y"}]}, "document number 2"),
         ({"echo": True}, "does not go with documents"),
         ({"truncate_prompt_tokens": 5}, "does not go with documents"),
         ({"chat_template": "{{ messages }}"}, "trust-request-chat-template"),
@@ -353,8 +354,10 @@ def test_a_request_that_cannot_be_used_says_why(fields: dict[str, Any], words: s
 
 
 def test_the_document_that_is_to_blame_is_named() -> None:
-    error = told(renderer(CHATML), "chat", messages=MESSAGES, documents=["x", " "])
+    error = told(renderer(CHATML), "chat", messages=MESSAGES, documents=["x", {"title": "y"}])
     assert error.param == "documents.1"
+    far_too_long = ["", {"id": "y", "text": "word " * 20_000}]
+    assert told(renderer(CHATML), "chat", messages=MESSAGES, documents=far_too_long).param == "documents.1"
 
 
 @pytest.mark.parametrize("prompt", [["one", "two"], [1, 2, 3], [[1, 2]], 3, None, []])

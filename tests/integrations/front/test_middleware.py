@@ -154,11 +154,27 @@ def test_nothing_is_rendered_for_somebody_without_the_key(monkeypatch: pytest.Mo
 
 def test_what_is_wrong_is_told_in_the_form_of_openai() -> None:
     app = App()
-    reply = app.client().post(CHAT, json={**DOCUMENTED, "documents": ["x", ""]})
+    reply = app.client().post(CHAT, json={**DOCUMENTED, "documents": ["x", {"title": "y"}]})
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "documents.1", None)
     assert not app.bodies
+
+
+def test_repeats_and_blank_documents_are_left_out_with_a_warning() -> None:
+    app = App()
+    client = app.client()
+    ferry = {"id": "m", "text": "The ferry goes to Oak Island."}
+    reply = client.post(CHAT, json={**DOCUMENTED, "documents": [ferry, "", ferry]})
+    assert reply.status_code == 200
+    assert reply.headers["x-kvmosaic-warning"].endswith("documents read once, though sent again: documents.2 ('m')")
+    once = client.post(CHAT, json={**DOCUMENTED, "documents": [ferry]})
+    assert app.bodies[0] == app.bodies[1] and "x-kvmosaic-warning" not in once.headers
+    assert client.post(CHAT, json={**DOCUMENTED, "documents": [""]}).status_code == 200
+    assert json.loads(app.bodies[2]).keys() == DOCUMENTED.keys() - {"documents"}
+    broken = client.post(CHAT, json={**DOCUMENTED, "documents": ["a\0"]})
+    assert broken.status_code == 200 and "documents.0: 1 NUL" in broken.headers["x-kvmosaic-warning"]
+    assert client.post(CHAT, json={"messages": MESSAGES, "user": "\0"}).status_code == 200, "vLLM decides"
 
 
 def test_a_body_over_the_limit_is_refused() -> None:

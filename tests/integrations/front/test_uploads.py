@@ -36,7 +36,7 @@ def update_of(body: bytes) -> Any:
 
 def test_lines_become_documents_that_chats_name(app: App, client: Any) -> None:
     body = lines_of({"id": "ferry", "text": "It goes to Oak Island."}, {"id": "pin", "text": "x", "pinned": True}, 3)
-    summary = client.post(BATCH, content=body + b'\n{"text": "\\ud83d"}', headers=JSONL).json()
+    summary = client.post(BATCH, content=body + b'\n{"text": "x", "id": "\\ud83d"}', headers=JSONL).json()
     assert [(each["line"], each["status"]) for each in summary["data"]] == [
         (1, "stored"),
         (2, "stored"),

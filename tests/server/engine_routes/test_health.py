@@ -6,7 +6,7 @@ from support.server import RunningServer, wait_until
 
 from kvmosaic.server.middleware.authentication import OPEN_PATHS
 
-PROBES = ("/livez", "/readyz", "/health")
+PROBES = ("/livez", "/readyz", "/health", "/healthz")
 
 
 @pytest.mark.parametrize("path", PROBES)
@@ -19,7 +19,7 @@ def test_draining_server_lives_but_is_not_ready() -> None:
     with RunningServer() as server:
         server.services.admission.is_draining = True
         assert httpx.get(server.url + "/livez").status_code == 200
-        for path in ("/readyz", "/health"):
+        for path in PROBES[1:]:
             reply = httpx.get(server.url + path)
             assert (reply.status_code, reply.json()) == (503, {"status": "draining"})
             assert int(reply.headers["retry-after"]) >= 1
@@ -57,6 +57,17 @@ def test_server_whose_engine_fails_is_not_ready_refuses_prompts_and_is_started_a
         wait_until(lambda: engine.failure is None)
         assert all(httpx.get(server.url + path).status_code == 200 for path in PROBES)
         assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("HEAD", "/", 200), ("HEAD", "/health", 200), ("HEAD", "/healthz", 200), ("GET", "/favicon.ico", 204)],
+)
+def test_monitors_and_browsers_get_what_they_ask_for(
+    server: RunningServer, method: str, path: str, status: int
+) -> None:
+    reply = httpx.request(method, server.url + path)
+    assert (reply.status_code, reply.content) == (status, b"")
 
 
 def test_probes_need_no_key() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -161,6 +163,46 @@ def test_length_that_a_header_claims_is_not_trusted(server: RunningServer) -> No
 
     reply = httpx.post(server.url + "/test/echo", content=parts(), headers={"Content-Type": "application/json"})
     assert reply.status_code == 413
+
+
+def post_packed(server: RunningServer, content: bytes, how: str = "gzip", path: str = "/test/echo") -> httpx.Response:
+    headers = {"Content-Type": "application/json", "Content-Encoding": how}
+    return httpx.post(server.url + path, content=content, headers=headers)
+
+
+@pytest.mark.parametrize("how", ["gzip", "X-GZip"])
+def test_gzip_bodies_are_unpacked(server: RunningServer, how: str) -> None:
+    for body in ([1], ["x" * (LIMIT - 100)]):
+        assert post_packed(server, gzip.compress(json.dumps(body).encode()), how).json() == {"got": body}
+    parts = gzip.compress(b"[1,") + gzip.compress(b"2]")
+    assert post_packed(server, parts, how).json() == {"got": [1, 2]}
+    assert post_packed(server, b"[1]", "identity").json() == {"got": [1]}
+
+
+def test_a_body_that_unpacks_to_too_much_is_refused_before_it_is_all_unpacked(server: RunningServer) -> None:
+    bomb = gzip.compress(b" " * 2**24)
+    assert len(bomb) < LIMIT
+    tracemalloc.start()
+    error = post_packed(server, bomb)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (error.status_code, error.json()["error"]["code"]) == (413, "body_too_large")
+    assert "when it is unpacked" in error.text and most < 2**23
+    assert httpx.post(server.url + "/test/echo", json=[1]).json() == {"got": [1]}
+
+
+@pytest.mark.parametrize("content", [b"[1]", gzip.compress(b"[1]")[:-6], gzip.compress(b"[1]") + b"x"])
+def test_what_is_no_gzip_is_a_bad_request(server: RunningServer, content: bytes) -> None:
+    reply = post_packed(server, content)
+    assert reply.status_code == 400 and "the body is not gzip" in reply.json()["error"]["message"]
+
+
+def test_other_encodings_and_packed_uploads_are_refused(server: RunningServer) -> None:
+    error = post_packed(server, b"x", "br").json()["error"]
+    assert error["code"] == "invalid_content_encoding"
+    assert error["message"] == "the header Content-Encoding says 'br'; send gzip, or no compression"
+    reply = post_packed(server, gzip.compress(b"{}"), path="/v1/documents:batch")
+    assert reply.status_code == 415 and "send no compression" in reply.text
 
 
 def test_harmful_json_is_400_on_every_route(server: RunningServer) -> None:

@@ -37,6 +37,11 @@ def answer(http: httpx.Client, **fields: Any) -> tuple[str, list[str]]:
     return " ".join(numbers), [each["action"] for each in reply["kvmosaic"]["documents"]]
 
 
+def test_an_adapters_name_is_no_model(http: httpx.Client) -> None:
+    error = refused(http, "/v1/chat/completions", messages=MESSAGES, model="first")
+    assert error["status"] == 404 and "send it as 'adapter'" in error["message"]
+
+
 def test_a_request_chooses_an_adapter_and_none_reads_anothers_chunks(http: httpx.Client) -> None:
     found = {}
     for name in (None, "first", "second", ""):

@@ -225,8 +225,8 @@ def test_a_document_that_is_too_long_is_told_by_its_place(text):
             assert error["param"] == "documents.0" and "the document (it has no id)" in error["message"]
             error = refused(http, path, documents=[{"id": "b", "text": "b"}, {"id": "a", "text": text}], **asked)
             assert error["param"] == "documents.1" and "the chunk 'a'" in error["message"]
-            error = refused(http, path, documents=["a", " "], **asked)
-            assert error["param"] == "documents.1" and "document number 2: a document's text is empty" in str(error)
+            error = refused(http, path, documents=["a", {"title": "b"}], **asked)
+            assert error["param"] == "documents.1" and "document number 2 has neither a text nor" in str(error)
         marked = [{"role": "user", "content": f"system ## a ## {text} ## {QUESTION}"}]
         error = refused(http, "/v1/chat/completions", messages=marked, documents=["b"])
         assert error["param"] is None and "the document number 3 (it has no id)" in error["message"], error

@@ -262,6 +262,21 @@ def test_a_model_whose_template_shows_no_tools_is_told_and_so_is_the_client(http
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "128"),
         ({"tools": [tool("a"), tool("a")]}, "tools", "two tools have the name 'a'"),
         ({"tools": []}, None, ""),
+        (
+            {"tools": [*TOOLS, tool("t", at={"type": "strng"})], "tool_choice": "required"},
+            "tools",
+            "tool 't' cannot be used: failed to compile JSON schema: Invalid type: strng",
+        ),
+        (
+            {"tools": [*TOOLS, tool("t", at={"pattern": "("})], "tool_choice": "required"},
+            "tools",
+            "tool 't' cannot be used: failed to compile JSON schema: regex parse error: ( ^ error: unclosed group",
+        ),
+        (
+            {"tools": [*TOOLS, tool("t", at={"multipleOf": 12_345_678})], "tool_choice": "required"},
+            "tools",
+            "tool 't' cannot be used: multipleOf: ",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         (
             {"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},

@@ -113,15 +113,17 @@ class DocumentBlock(Body):
     citations: Citations = None
     cache_control: Ignored = None
 
-    def document(self) -> Document:
-        """Returns the document: the model reads title, context and text.
+    def document(self) -> Document | None:
+        """Returns the document: the model reads title, context and text. None: its text is blank.
 
         Raises:
-            InvalidDocument: it has no text.
+            InvalidDocument: a text that cannot be used.
         """
         source = self.source
         text = source.data if isinstance(source, TextSource) else _joined(source.content)
-        if self.context and self.context.strip() and text.strip():
+        if not text.strip():
+            return None
+        if self.context and self.context.strip():
             text = f"{self.context.strip()}\n\n{text}"
         return Document(text, self.title)
 
@@ -136,14 +138,16 @@ class SearchResultBlock(Body):
     citations: Citations = None
     cache_control: Ignored = None
 
-    def document(self) -> Document:
-        """Returns the document: the model reads title, source and text.
+    def document(self) -> Document | None:
+        """Returns the document: the model reads title, source and text. None: its text is blank.
 
         Raises:
-            InvalidDocument: it has no text.
+            InvalidDocument: a text that cannot be used.
         """
         text = _joined(self.content)
-        return Document(f"{self.source}\n{text}" if self.source.strip() and text.strip() else text, self.title)
+        if not text.strip():
+            return None
+        return Document(f"{self.source}\n{text}" if self.source.strip() else text, self.title)
 
 
 def _joined(content: str | list[Any]) -> str:

@@ -42,6 +42,8 @@ class Conversation:
     documents: list[Document] = field(default_factory=list)
     """Documents that go before the messages, in order."""
     places: dict[str, tuple[FoundDocument, ...]] = field(default_factory=dict)
+    blank: list[str] = field(default_factory=list)
+    """Places of documents without text, which are left out."""
 
     @property
     def placed(self) -> PlacedDocuments | None:
@@ -75,7 +77,7 @@ def read_conversation(body: CountRequest, template: str) -> Conversation:
     """Returns the conversation of a body, for a chat template.
 
     Raises:
-        ApiError: 400, a document without a text, or a block where it cannot be.
+        ApiError: 400, a document that cannot be used, or a block where it cannot be.
         InvalidMessages: there is nothing to answer.
     """
     conversation = _read(body, is_in_place=_TEMPLATE_DOCUMENTS not in template)
@@ -141,29 +143,32 @@ def _add_texts(conversation: Conversation, role: str, blocks: Blocks) -> None:
             raise _misplaced(block, number, place, "the user")
         where = f"messages.{number}.content.{place}"
         if isinstance(block, ToolResultBlock):
-            conversation.add("tool", _result(block, where), tool_call_id=block.tool_use_id)
+            conversation.add("tool", _result(conversation, block, where), tool_call_id=block.tool_use_id)
         else:
             marked = isinstance(block, TextBlock) and is_marked({"cache_control": block.cache_control})
             is_document = marked and role == "user" and index != last
-            parts.append(_part(block, where, is_document=is_document))
+            parts.append(_part(conversation, block, where, is_document=is_document))
     conversation.add(role, parts)
 
 
-def _part(block: ReadablePart, where: str, *, is_document: bool = False) -> str | Document:
+def _part(conversation: Conversation, block: ReadablePart, where: str, *, is_document: bool = False) -> str | Document:
     if isinstance(block, TextBlock) and not (is_document and block.text.strip()):
         return block.text
     try:
-        return Document(block.text) if isinstance(block, TextBlock) else block.document()
+        document = Document(block.text) if isinstance(block, TextBlock) else block.document()
     except InvalidDocument as error:
         raise ApiError(400, f"{where}: {error}", param=where) from None
+    if document is None:
+        conversation.blank.append(where)
+    return document or ""
 
 
-def _result(block: ToolResultBlock, where: str) -> list[str | Document]:
+def _result(conversation: Conversation, block: ToolResultBlock, where: str) -> list[str | Document]:
     content = block.content or ""
     if isinstance(content, str):
         parts: list[str | Document] = [content]
     else:
-        parts = [_part(each, f"{where}.content.{place}") for place, each in enumerate(content)]
+        parts = [_part(conversation, each, f"{where}.content.{place}") for place, each in enumerate(content)]
     return [_FAILED, *parts] if block.is_error else parts
 
 

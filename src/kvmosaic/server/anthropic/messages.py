@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from pydantic_core import from_json
 
 from kvmosaic.api.error_forms import MESSAGES_ROUTE, messages_error
 from kvmosaic.api.errors import ApiError
+from kvmosaic.prompt.document import left_out
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.server.admission import RequestThreads
 from kvmosaic.server.anthropic.conversation import read_conversation
@@ -38,8 +40,8 @@ from kvmosaic.server.generation.prompts import (
     EncodedPrompt,
     PromptSources,
     Rendering,
+    answering_model,
     chat_prompt,
-    served_model,
 )
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.tool_answers import Block, BlockAnswer, BlockStep, ToolAnswers, tool_answers
@@ -83,7 +85,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: MessagesRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> MessageReply | Response:
         """Answers a conversation over its documents, in one reply or in events (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         runner.admission.check(tenant)
         if warning := body.warning(sources.chat_template):
             warn(request, warning)
@@ -100,8 +102,9 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: CountRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> TokenCount:
         """Counts the tokens of a prompt, without answering it."""
-        served_model(sources, body.model)
+        answering_model(sources, request, body.model)
         composed = await threads.run(tenant.name, _prompt, sources, tenant, body)
+        warn(request, *composed.warnings)
         return TokenCount(input_tokens=composed.prompt.num_tokens)
 
     return routes
@@ -115,7 +118,13 @@ def _prompt(sources: PromptSources, tenant: Tenant, body: CountRequest) -> Encod
         tools=() if tools is None else tuple(tools.for_template()),
     )
     blocks = BlockDocuments(conversation.documents, conversation.placed)
-    return chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
+    composed = chat_prompt(sources, tenant, body, conversation.messages, rendering, blocks)
+    if not conversation.blank:
+        return composed
+    if sources.settings.strict:
+        where = conversation.blank[0]
+        raise ApiError(400, f"{where}: a document's text is blank; leave the document out", param=where)
+    return replace(composed, warnings=(*composed.warnings, left_out(conversation.blank)))
 
 
 def _read(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvmosaic.api.fields import Body, Ignored, NumTokens, Only, Plain, StopText, Text, Variables, example
+from kvmosaic.api.fields import Body, Ignored, NumTokens, Only, Plain, StopTexts, Text, Variables, example
 from kvmosaic.prompt.message import MAX_MESSAGES
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.anthropic.blocks import Content, TextBlocks
@@ -61,7 +61,7 @@ class CountRequest(GenerationFields):
     max_tokens: NumTokens | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Annotated[Text | TextBlocks | None, Field(description="The first mark in it ends the preamble.")] = None
-    stop_sequences: Annotated[list[StopText] | None, Field(max_length=128)] = None
+    stop_sequences: StopTexts = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     tools: Annotated[
@@ -116,7 +116,7 @@ class CountRequest(GenerationFields):
         return None if form is None else StructuredOutputs(json=form.json_schema)
 
     def _stop_texts(self) -> list[str] | None:
-        return self.stop_sequences or None
+        return self.stop_sequences
 
 
 class MessagesRequest(CountRequest):

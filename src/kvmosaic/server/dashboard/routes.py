@@ -25,12 +25,16 @@ def router(feed: Feed) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     markup = Markup.read()
 
-    @routes.get("/")
+    @routes.api_route("/", methods=["GET", "HEAD"])
     async def dashboard() -> HTMLResponse:
         """The HTML file. It holds no data, so it needs no key."""
         return HTMLResponse(
             markup.text, headers={"Content-Security-Policy": markup.policy, "Cache-Control": "no-cache"}
         )
+
+    @routes.get("/favicon.ico", status_code=204)
+    async def icon() -> None:
+        """Browsers ask for it, though the pages have icons of their own."""
 
     @routes.get("/dashboard/events")
     async def dashboard_events(request: Request, tenant: Annotated[Tenant, Depends(current_tenant)]) -> EventStream:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+from fastapi import Request
 
 from kvmosaic.api.documents import DocumentFields, document_texts
 from kvmosaic.api.errors import known_error
@@ -15,6 +17,7 @@ from kvmosaic.errors import DocumentStoreUnavailable, InvalidMessages, InvalidPr
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
@@ -24,6 +27,7 @@ from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.tools import shows_tools
 from kvmosaic.web.errors import ApiError
+from kvmosaic.web.json_body import warn
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class PromptSources:
     def chat_template(self) -> str:
         """The source of the model's chat template; empty if it has none."""
         return _template_of(self.llm)
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters beside the model's weights."""
+        return self.llm.model.adapters
 
     @property
     def max_positions(self) -> int | None:
@@ -72,8 +81,8 @@ class EncodedPrompt:
     """Names of segments that are document ids."""
     continuation: Sequence[int] | None = None
     """Tokens to be scored after the prompt, instead of generating any."""
-    warning: str = ""
-    """What the body asked for and the prompt has in another form."""
+    warnings: tuple[str, ...] = ()
+    """What differs from the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,23 @@ class BlockDocuments:
     def are_any(self) -> bool:
         """Whether there are any."""
         return bool(self.listed) or self.placed is not None
+
+
+def answering_model(sources: PromptSources, request: Request, name: str | None) -> str:
+    """Returns the name of the model that answers a request, and warns if the request names another one.
+
+    Raises:
+        ApiError: 404, the name of an adapter, or with --strict-model-names one under which nothing is served.
+    """
+    settings = sources.settings
+    if name in (None, *settings.model_names) or settings.strict or settings.strict_model_names:
+        return served_model(sources, name)
+    if name in sources.adapters:
+        message = f"{name!r:.80} is the name of an adapter; send it as 'adapter', and leave the model out"
+        raise ApiError(404, message, code="model_not_found", param="model")
+    model = settings.model_names[0]
+    warn(request, f"the model {name!r:.80} is not served here; {model!r} answered")
+    return model
 
 
 def served_model(sources: PromptSources, name: str | None) -> str:
@@ -140,16 +166,18 @@ def chat_prompt(
     kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
     blocks = blocks or BlockDocuments()
     kept, separated = take_separated(kept, None if blocks.are_any else sources.settings.chunk_separator)
-    with told_by_place(body):
-        documents = read_documents(sources.documents, tenant, body)
+    given = read_documents(sources, tenant, body)
+    documents = given.documents
+    with told_by_place(given.places):
         rendering = replace(rendering, is_endless=_is_endless(body))
         finder = replace(_finder(sources, tenant, body), placed=blocks.placed)
         how = body, rendering, finder, _companions(sources, tenant, body)
         prompt = _encode_chat(sources.llm, kept, (*documents, *blocks.listed, *separated, *marked), *how)
-    composed = _told(sources.llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
-    is_told = rendering.tools and not shows_tools(sources.chat_template)
-    told = "the model's chat template shows no tools, so the system text tells of them" if is_told else ""
-    return replace(composed, warning=told)
+    composed = _told(sources.llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), given)
+    if rendering.tools and not shows_tools(sources.chat_template):
+        told = "the model's chat template shows no tools, so the system text tells of them"
+        composed = replace(composed, warnings=(*composed.warnings, told))
+    return composed
 
 
 def text_prompt(
@@ -165,18 +193,18 @@ def text_prompt(
     encoder = llm.encoder.beside(_companions(sources, tenant, body))
     if _is_endless(body):
         encoder = encoder.endless()
-    with told_by_place(body):
-        documents = read_documents(sources.documents, tenant, body)
+    given = read_documents(sources, tenant, body)
+    documents = given.documents
     if not documents:
         finder = _finder(sources, tenant, body)
         prompt = encoder.encode(text, salt=salt, preamble=body.preamble, finder=finder)
-        return _told(llm, _adapted(prompt, body), ())
+        return _told(llm, _adapted(prompt, body), given)
     if not isinstance(text, str):
         raise InvalidPrompt("documents go with a prompt of text; this one is a list of token ids")
     prompt = separated_prompt(text, sources.settings.chunk_separator, documents, salt)
-    with told_by_place(body):
+    with told_by_place(given.places):
         prompt = encoder.encode(prompt, preamble=body.preamble)
-    return _told(llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), documents)
+    return _told(llm, remarked(sources.documents, tenant, documents, _adapted(prompt, body)), given)
 
 
 def _finder(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> DocumentFinder:
@@ -189,11 +217,12 @@ def _companions(sources: PromptSources, tenant: Tenant, body: DocumentFields) ->
     return sources.documents.companions(tenant.name, config.companions, getattr(body, "companions", None))
 
 
-def _told(llm: LLM, prompt: Prompt, documents: Sequence[Document]) -> EncodedPrompt:
+def _told(llm: LLM, prompt: Prompt, given: GivenDocuments) -> EncodedPrompt:
     """Adds the report to a prompt; without a chunk cache, the encoder has joined its segments."""
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
-    ids = frozenset(filter(None, (*(document.id for document in documents), *found)))
-    return EncodedPrompt(prompt, f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else "", ids)
+    ids = frozenset(filter(None, (*(document.id for document in given.documents), *found)))
+    note = f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else ""
+    return EncodedPrompt(prompt, note, ids, warnings=given.warnings)
 
 
 def _encode_chat(
@@ -244,19 +273,21 @@ def _template_of(llm: LLM) -> str:
     return str(getattr(llm.model.tokenizer, "chat_template", None) or "")
 
 
-def read_documents(store: DocumentStore, tenant: Tenant, body: DocumentFields) -> tuple[Document, ...]:
+def read_documents(sources: PromptSources, tenant: Tenant, body: DocumentFields) -> GivenDocuments:
     """Returns the documents of a body, with the texts of stored ones.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
-        InvalidDocument: no text and no id, or a text that is empty.
+        ApiError: 400, no text and no id, or with --strict a text that is empty.
     """
-    return document_texts(body.documents or (), partial(store.resolve, tenant.name))
+    parts, strict = body.documents or (), sources.settings.strict
+    with told_by_place(range(len(parts))):
+        return document_texts(parts, partial(sources.documents.resolve, tenant.name), strict=strict)
 
 
 @contextmanager
-def told_by_place(body: DocumentFields) -> Iterator[None]:
-    """Makes an error about a document of the body name its position there; those documents come before all others.
+def told_by_place(places: Sequence[int]) -> Iterator[None]:
+    """Makes an error about one of the first documents name its place in the body.
 
     Raises:
         ApiError: instead of such an error, with the position as `param`.
@@ -264,7 +295,7 @@ def told_by_place(body: DocumentFields) -> Iterator[None]:
     try:
         yield
     except InvalidPrompt as error:
-        told = known_error(error, body.documents)
+        told = known_error(error, places)
         if told is None or told.param is None:
             raise
         raise told from error

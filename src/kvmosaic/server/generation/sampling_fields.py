@@ -182,24 +182,25 @@ class GenerationFields(DocumentFields, StructuredFields):
     def sampling(
         self, defaults: Defaults, *, max_tokens: int | None, n: int = 1, logprobs: int | None = None
     ) -> SamplingParams:
-        """Returns the sampling parameters; null counts as omitted.
+        """Returns the sampling parameters; null counts as omitted, and `max_tokens` -1 is no limit.
 
         Raises:
             ApiError: 400, a repair that does not exist.
             InvalidSampling: values that do not go together, or an unsupported format.
         """
+        most = None if max_tokens == -1 else max_tokens
         if self.repair is not None:
             _check_repair(self.repair)
-        if self.window_tokens is not None and max_tokens is not None and max_tokens > MAX_ENDLESS_ANSWER:
+        if self.window_tokens is not None and most is not None and most > MAX_ENDLESS_ANSWER:
             raise InvalidSampling(
-                f"max_tokens is {max_tokens}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
+                f"max_tokens is {most}; with window_tokens an answer has at most {MAX_ENDLESS_ANSWER} "
                 "tokens: ask for fewer, and go on with another request"
             )
         given = {name: value for name in _PLAIN_SAMPLING if (value := getattr(self, name, None)) is not None}
         return SamplingParams(
             **{**defaults, **given},
             n=n,
-            max_tokens=max_tokens,
+            max_tokens=most,
             logprobs=logprobs,
             stop=self._stop_texts(),
             structured_outputs=self.structure(),

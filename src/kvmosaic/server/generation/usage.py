@@ -86,7 +86,7 @@ class ReplyReport(Reply):
         ),
     ]
     warnings: Annotated[
-        list[str], Field(default_factory=list, description="Fields of the request that were ignored; usually empty.")
+        list[str], Field(default_factory=list, description="What of the request was ignored or changed; usually empty.")
     ]
     repair: Annotated[RepairReport | None, Field(description="null: nothing was asked to be computed again.")] = None
 

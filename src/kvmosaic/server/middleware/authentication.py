@@ -15,7 +15,7 @@ from kvmosaic.server.tenants.access import Tenants, authorization_of
 from kvmosaic.web.errors import ApiError, reply_of_error
 from kvmosaic.web.request_body import READING
 
-OPEN_PATHS = frozenset({*PROBES, "/", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
+OPEN_PATHS = frozenset({*PROBES, "/", "/favicon.ico", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"})
 """Paths that need no key: the probes, the dashboard's page and that of the API, which hold no data."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 

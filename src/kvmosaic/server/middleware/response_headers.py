@@ -8,10 +8,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.web.json_body import WARNINGS
-
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-MAX_WARNING_CHARACTERS = 2_000
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -39,8 +36,6 @@ class ResponseHeadersMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if warnings := scope.get(WARNINGS):
-                    headers["X-Kvmosaic-Warning"] = ascii("; ".join(warnings))[1:-1][:MAX_WARNING_CHARACTERS]
                 headers["Request-Id"] = request_id  # its name in Anthropic's API
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)

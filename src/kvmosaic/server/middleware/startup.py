@@ -111,7 +111,7 @@ def _reply_while_loading(scope: Scope) -> Response:
     retry = {"Retry-After": LOADING_RETRY_SECONDS}
     if path == "/livez":
         return JSONResponse({"status": "ok"})
-    if path in ("/readyz", "/health"):
+    if path in PROBES:
         return JSONResponse({"status": "loading"}, 503, headers=retry)
     message = "the model is still being loaded; try again soon"
     error = ApiError(503, message, type="service_unavailable", code="loading", headers=retry)

@@ -23,7 +23,7 @@ from kvmosaic.server.generation.answers import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, chat_prompt
 from kvmosaic.server.generation.sampling_fields import prepared
 from kvmosaic.server.generation.tool_answers import ToolAnswer, ToolAnswers, read_delta, tool_answers
 from kvmosaic.server.generation.usage import UsageTotals
@@ -69,7 +69,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: ChatRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> ChatCompletion | Response:
         """Answers a conversation from documents, in one reply or in chunks (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         check_stream_options(body.stream, body.stream_options)
         runner.admission.check(tenant)
         prompts, params, tools = await threads.run(tenant.name, read_conversation, sources, tenant, body)
@@ -99,7 +99,7 @@ def read_conversation(
         params = body.sampling_params(sources.sampling_defaults())
         prompts = [chat_prompt(sources, tenant, body, body.plain_messages(), body.rendering())]
         tools = None if request is None else tool_answers(sources.llm, request, params)
-    return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
+        return prompts, prepared(sources.llm, params if tools is None else tools.params), tools
 
 
 class ChatWriter:

@@ -26,7 +26,7 @@ from kvmosaic.server.generation.answers import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, served_model, text_prompt
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, text_prompt
 from kvmosaic.server.generation.sampling_fields import Defaults, prepared
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.openai.logprobs import TextLogprobs, text_logprobs, with_first
@@ -75,7 +75,7 @@ class CompletionRequest(ChoiceFields):
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES, description="Must equal n."), INTEGRAL] = None
     max_tokens: Annotated[
         int | None,
-        Field(ge=0, le=MAX_ANSWER_TOKENS, description="0: only the log probabilities of the echo."),
+        Field(ge=-1, le=MAX_ANSWER_TOKENS, description="-1: no limit; 0: only the log probabilities of the echo."),
         INTEGRAL,
     ] = DEFAULT_MAX_TOKENS
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), INTEGRAL] = None
@@ -91,7 +91,7 @@ class CompletionRequest(ChoiceFields):
             InvalidSampling: values that do not go together.
         """
         most = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.sampling(defaults, n=self.n or 1, max_tokens=max(most, 1), logprobs=self.logprobs)
+        return self.sampling(defaults, n=self.n or 1, max_tokens=most or 1, logprobs=self.logprobs)
 
     @property
     def is_scored(self) -> bool:
@@ -143,7 +143,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Completion | Response:
         """Continues texts or token ids, in one reply or in chunks (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         body.check(runner.admission.max_at_once)
         runner.admission.check(tenant)
         read = await threads.run(tenant.name, _read, sources, tenant, body)

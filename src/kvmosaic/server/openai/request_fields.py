@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Plain
+from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Ignored, Plain, StopField
 from kvmosaic.sampling import StructuredOutputs
 from kvmosaic.sampling.params import MAX_BIASED
 from kvmosaic.server.generation.sampling_fields import GenerationFields
@@ -65,20 +65,10 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
         raise ApiError(400, "stream_options go with stream=true only", param="stream_options")
 
 
-_StopText = Annotated[str, Field(max_length=4_096)]
-
-
-def _said_stops(stop: str | list[str] | None) -> str | list[str] | None:
-    """Stop texts without empty ones, which some clients send where nothing is set."""
-    return ([each for each in stop if each] if isinstance(stop, list) else stop) or None
-
-
 class SharedFields(GenerationFields):
     """What a request may say on each of OpenAI's answering routes."""
 
-    stop: Annotated[
-        _StopText | Annotated[list[_StopText], Field(max_length=128)] | None, AfterValidator(_said_stops)
-    ] = None
+    stop: StopField = None
     user: Ignored = None
     store: Ignored = None
     metadata: Ignored = None

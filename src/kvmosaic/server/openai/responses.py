@@ -24,7 +24,7 @@ from kvmosaic.server.generation.answers import (
     reply_of,
     whole_answers,
 )
-from kvmosaic.server.generation.prompts import PromptSources, served_model
+from kvmosaic.server.generation.prompts import PromptSources, answering_model
 from kvmosaic.server.generation.tool_answers import BlockAnswer, BlockStep, ToolAnswers
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.openai.chat import read_conversation
@@ -71,7 +71,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response | HttpResponse:
         """Answers a text or a conversation from documents, in one reply or in events (`stream`)."""
-        model = served_model(sources, body.model)
+        model = answering_model(sources, request, body.model)
         runner.admission.check(tenant)
         if warning := body.warning():
             warn(request, warning)

@@ -15,11 +15,11 @@ from kvmosaic.errors import InvalidPrompt
 from kvmosaic.prompt import check_token_ids
 from kvmosaic.sampling import decode_all
 from kvmosaic.server.admission import RequestThreads
-from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, chat_prompt, served_model, text_prompt
+from kvmosaic.server.generation.prompts import EncodedPrompt, PromptSources, answering_model, chat_prompt, text_prompt
 from kvmosaic.server.openai.chat_request import ChatFields
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.errors import error_replies
-from kvmosaic.web.json_body import route_class
+from kvmosaic.web.json_body import Warnings, route_class, warn
 
 
 class _TokenizeFields(DocumentFields):
@@ -100,15 +100,17 @@ def router(sources: PromptSources, threads: RequestThreads) -> APIRouter:
         request: Request, body: TokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the tokens of a prompt and its segments, without answering it."""
-        served_model(sources, body.model)
-        return _json(await threads.run(tenant.name, _tokenized, sources, tenant, body))
+        answering_model(sources, request, body.model)
+        reply, warnings = await threads.run(tenant.name, _tokenized, sources, tenant, body)
+        warn(request, *warnings)
+        return _json(reply)
 
     @routes.post("/detokenize", response_model=Detokenized, responses=error_replies())
     async def detokenize(
         request: Request, body: DetokenizeRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
     ) -> Response:
         """Tells the text of token ids."""
-        served_model(sources, body.model)
+        answering_model(sources, request, body.model)
         return _json(await threads.run(tenant.name, _detokenized, sources, body.tokens))
 
     return routes
@@ -130,8 +132,9 @@ def _read(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeC
     return text_prompt(sources, tenant, body, body.prompt)
 
 
-def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> bytes:
-    prompt = _read(sources, tenant, body).prompt
+def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeChat) -> tuple[bytes, Warnings]:
+    composed = _read(sources, tenant, body)
+    prompt = composed.prompt
     tokens = [token for segment in prompt.segments for token in segment.token_ids or ()]
     tokenizer: Any = sources.tokenizer
     reply = Tokenized(
@@ -149,7 +152,7 @@ def _tokenized(sources: PromptSources, tenant: Tenant, body: TokenizeText | Toke
             for segment in prompt.segments
         ],
     )
-    return reply.model_dump_json().encode()
+    return reply.model_dump_json().encode(), composed.warnings
 
 
 def _detokenized(sources: PromptSources, token_ids: Sequence[int]) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 FIELDS = "fields"
 """Attribute of a log record: values by name, which a line of JSON has beside the message."""
-PROBES = ("/livez", "/readyz", "/health")
+PROBES = ("/livez", "/readyz", "/health", "/healthz")
 """Probe paths that an orchestrator polls."""
 _LEVELS = {"trace": 5}
 

@@ -19,6 +19,7 @@ from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
 from kvmosaic.repair import NameFinder
@@ -39,6 +40,8 @@ class Renderer:
         self.names = NameFinder(model.tokenizer)
         self._settings = settings
         self._store = store
+        self.given = GivenDocuments()
+        """Of the one body that a copy of this renderer reads."""
 
     def chat(self, body: Body) -> Prompt | None:
         """The prompt of /v1/chat/completions.
@@ -139,8 +142,10 @@ class Renderer:
         if FIELD in (params if isinstance(params := body.get("kv_transfer_params"), Mapping) else ()):
             body = {**body, "find_documents": "none"}  # the client says where its documents are
         fields = read_body(_Fields, {name: body.get(name) for name in names})
-        documents = document_texts(fields.documents or (), partial(self._store.resolve, TENANT))
-        return fields, documents, fields.finder(self._settings, self._store, TENANT)
+        parts = fields.documents or ()
+        self.given = GivenDocuments(places=tuple(range(len(parts))))
+        self.given = document_texts(parts, partial(self._store.resolve, TENANT))
+        return fields, self.given.documents, fields.finder(self._settings, self._store, TENANT)
 
     def _encoded(
         self,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvmosaic.api.errors import ApiError
+from kvmosaic.api.json_limits import mended
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
@@ -60,6 +62,8 @@ class Rewritten:
     """Number of answers."""
     includes_usage: bool
     """Whether the last chunk of a stream holds the usage."""
+    warnings: tuple[str, ...] = ()
+    """What differs in the prompt from the body."""
     is_elsewhere: bool = False
     """Whether a conversation is sent to /v1/completions, since this vLLM takes token ids only there."""
 
@@ -84,17 +88,24 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
     Raises:
         ApiError: invalid documents, or fields that do not go with them.
     """
+    said: tuple[str, ...] = ()
     try:
         body = json.loads(content)
+        with suppress(ApiError):  # in a name, which vLLM may take
+            body, said = mended(body) if b"\\u" in content else (body, ())
     except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
         return None
+    own: Renderer | None = None
     try:
-        ready = _rewritten(body, route, renderer(), default)
-        return replace(ready, content=content) if ready is not None and not ready.content else ready
+        own = copy(renderer())
+        ready, warnings = _rewritten(body, route, own, default), own.given.warnings
+        if ready is None and warnings:  # all documents are blank
+            ready = _as_it_is(_json({name: value for name, value in body.items() if name != "documents"}), body)
+        return None if ready is None else replace(ready, content=ready.content or content, warnings=(*said, *warnings))
     except KVMosaicError as error:
-        raise api_error(error, body.get("documents")) from error
+        raise api_error(error, own.given.places if own else ()) from error
 
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
@@ -152,8 +163,11 @@ def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: H
     else:
         params[_TOKENS] = token_ids
     changed["kv_transfer_params"] = params
-    content = json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    return replace(_as_it_is(content, body), is_elsewhere=is_elsewhere)
+    return replace(_as_it_is(_json(changed), body), is_elsewhere=is_elsewhere)
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 def _as_it_is(content: bytes, body: dict[str, Any]) -> Rewritten:

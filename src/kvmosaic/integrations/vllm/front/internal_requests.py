@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -13,9 +14,9 @@ from kvmosaic.api.errors import ApiError, known_error
 from kvmosaic.prompt.ways_out import for_clients
 
 
-def api_error(error: Exception, documents: object = None) -> ApiError:
-    """The error that a client sees; one about a document names its position in the `documents` of the body."""
-    return known_error(error, documents) or ApiError(500, for_clients(str(error)))
+def api_error(error: Exception, places: Sequence[int] = ()) -> ApiError:
+    """The error that a client sees; `places`: see `known_error`."""
+    return known_error(error, places) or ApiError(500, for_clients(str(error)))
 
 
 async def whole_body(receive: Receive, max_bytes: int, way_out: str) -> bytes | None:

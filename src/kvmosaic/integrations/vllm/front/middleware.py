@@ -35,6 +35,7 @@ from kvmosaic.integrations.vllm.front.internal_requests import whole_body
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF, shelve_reports
+from kvmosaic.web.json_body import add_warnings
 
 CPU_SECONDS = 30.0
 """Maximum processor time for reading one request."""
@@ -200,6 +201,8 @@ class _Exchange:
         if self._refusal is not None or (self._asked is not None and self._asked.is_elsewhere and not self._is_there):
             return  # vLLM's reply to a body that was withheld
         self._has_begun = True
+        if message["type"] == "http.response.start" and self._asked is not None:
+            add_warnings(message, self._asked.warnings)
         if message["type"] == "http.response.start" and self._asked is not None and message["status"] == 200:
             kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
             kind = kinds[0].partition(b";")[0].strip().lower() if kinds else b""
