@@ -176,7 +176,7 @@ def test_logprobs_are_in_the_older_shape(http):
         ({"prompt": ""}, None, "empty"),
         ({"prompt": [1, 2], "documents": ["a"]}, None, "prompt of text"),
         ({"max_tokens": 0}, "max_tokens", "at least 1 without echo and logprobs"),
-        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
         ({"prompt": None}, None, ""),
     ],
 )
