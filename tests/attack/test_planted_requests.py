@@ -155,6 +155,7 @@ def check(engine: Engine, victim: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()), msg=victim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_what_a_request_reads_is_its_own(attack):
     engine = new_engine()
@@ -180,6 +181,7 @@ def likelihoods(output: RequestOutput) -> list[dict[int, float]]:
     return [{token: each.logprob for token, each in step.items()} for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_nor_do_requests_that_run_in_the_same_steps(preemption):
     """With room for a few of them, so that some are preempted and documents are evicted."""
@@ -222,6 +224,7 @@ def test_in_llama_cpp_neither(attack):
         assert difference(found, expected) < 0.01, victim
 
 
+@pytest.mark.slow
 def test_a_found_document_carries_nothing_of_the_text_around_it():
     def message(before: str, after: str) -> list[dict[str, str]]:
         documents = "The ferry goes to Oak Island. " * 9, "The mill grinds oats for bread. " * 9

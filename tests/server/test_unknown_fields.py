@@ -72,6 +72,7 @@ def test_any_model_name_is_answered_unless_names_are_strict(
     assert refused.status_code == 404 and tolerant.model in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_names_may_be_strict_on_their_own() -> None:
     with RunningServer(strict_model_names=True) as server:
         error = ask(server, mirostat=1, model="gpt-4").json()["error"]
@@ -79,10 +80,17 @@ def test_names_may_be_strict_on_their_own() -> None:
         assert ask(server, mirostat=1).status_code == 200
 
 
-LIMITS = [(path, name) for path, body in ROUTES.items() for name in body if "max" in name]
+LIMITS = [(path, name) for path, body in ROUTES.items() for name in body if "max" in name and path != CHAT]
 
 
-@pytest.mark.parametrize(("path", "name"), [*LIMITS, (CHAT, "max_completion_tokens")])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in LIMITS),
+    ],
+)
 def test_minus_one_and_empty_stop_texts_are_no_limit(tolerant: RunningServer, path: str, name: str) -> None:
     stop = "stop_sequences" if path == "/v1/messages" else "stop"
     reply = ask(tolerant, path, **{name: -1, stop: ["", *" aeo\n1"], "min_tokens": 17})

@@ -179,6 +179,7 @@ def test_gzip_bodies_are_unpacked(server: RunningServer, how: str) -> None:
     assert post_packed(server, b"[1]", "identity").json() == {"got": [1]}
 
 
+@pytest.mark.slow
 def test_a_body_that_unpacks_to_too_much_is_refused_before_it_is_all_unpacked(server: RunningServer) -> None:
     bomb = gzip.compress(b" " * 2**24)
     assert len(bomb) < LIMIT

@@ -125,6 +125,7 @@ def test_an_echo_with_logprobs_needs_no_answer(http):
     assert choice["logprobs"]["token_logprobs"] == [None] and choice["text"]
 
 
+@pytest.mark.slow
 def test_a_bias_bans_a_token_or_lets_it_always_come(http):
     likely = complete(http, logprobs=0)["choices"][0]["logprobs"]["tokens"]
     (banned,) = set(post(http, "/tokenize", prompt=likely[0], add_special_tokens=False)["tokens"])

@@ -31,7 +31,9 @@ def services_over(template, separator=None):
         engine_config=EngineConfig(request_cache_size="4MiB"),
         self_check=False,
     )
-    return SimpleNamespace(llm=llm, settings=SimpleNamespace(chunk_separator=separator, strict=False), documents=DocumentStore())
+    return SimpleNamespace(
+        llm=llm, settings=SimpleNamespace(chunk_separator=separator, strict=False), documents=DocumentStore()
+    )
 
 
 def kinds(composed):

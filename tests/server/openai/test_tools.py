@@ -214,6 +214,7 @@ def tool_model_tokenizer(server: RunningServer) -> Any:
     return server.llm.model.tokenizer
 
 
+@pytest.mark.slow
 def test_functions_are_tools_in_the_old_form(calling: openai.OpenAI) -> None:
     functions = [each["function"] for each in TOOLS]
     asked: dict[str, Any] = {"tools": openai.omit, "functions": functions, "function_call": {"name": "add"}}
@@ -239,6 +240,7 @@ def test_functions_are_tools_in_the_old_form(calling: openai.OpenAI) -> None:
     assert old.usage.prompt_tokens == new.usage.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_model_whose_template_shows_no_tools_is_told_and_so_is_the_client(http: httpx.Client) -> None:
     asked = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "seed": 5, "temperature": 1}
     for choice, names in (("required", set(SCHEMAS)), (ADD, {"add"})):
