@@ -50,7 +50,9 @@ def assert_close(found: list[list[float]], expected: list[Any]) -> None:
         assert max(abs(a - b) for a, b in zip(one, other.logprobs, strict=True)) < 1e-8
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "cohere2"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "gpt_oss", "cohere2"))]
+)
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
 @pytest.mark.parametrize("context", ["system", "companions", "none"])
 def test_composed_rows_are_what_the_engine_computes(family: str, strategy: str, context: ChunkContext) -> None:

@@ -165,7 +165,12 @@ def test_what_a_request_reads_is_its_own(attack):
         check(engine, victim)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+FAST = ("after companions", "seeing", "repaired after companions")
+
+
+@pytest.mark.parametrize(
+    "victim", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in VICTIMS]
+)
 def test_each_part_of_a_prompt_decides_what_is_shared(victim):
     prompt, how = VICTIMS[victim]
     engine = new_engine()

@@ -30,7 +30,7 @@ BODIES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("padding", ["", " " * 2**17])
+@pytest.mark.parametrize("padding", ["", pytest.param(" " * 2**17, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("path", "place", "body"), BODIES)
 def test_broken_text_is_read_with_replacement_characters(
     server: RunningServer, path: str, place: str, body: dict[str, Any], padding: str

@@ -57,7 +57,9 @@ def test_unknown_field_is_ignored_with_a_warning(tolerant: RunningServer, path: 
         assert known.json()["kvmosaic"]["warnings"] == []
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    "path", [CHAT, *(pytest.param(each, marks=pytest.mark.slow) for each in ROUTES if each != CHAT)]
+)
 def test_any_model_name_is_answered_unless_names_are_strict(
     tolerant: RunningServer, strict: RunningServer, path: str
 ) -> None:

@@ -119,7 +119,7 @@ class SlowTests:
         for item in items:
             file, _, case = item.nodeid.partition("::")
             if case in slow_cases(file) and item.get_closest_marker("representative") is None:
-                item.add_marker("slow")
+                item.add_marker(pytest.mark.slow(recorded=True))
 
 
 class Recorder:
@@ -160,6 +160,7 @@ class Recorder:
             taken = {"seconds": seconds * self._factor, "shared": self._shared * self._factor}
             taken["clock"] = time.monotonic() - self._clock
             taken["is_marked"] = any(map(item.get_closest_marker, ("slow", "representative")))
+            taken["is_slow"] = any(not marker.kwargs for marker in item.iter_markers("slow"))
             item.user_properties.append(("taken", taken))
         return (yield)
 
