@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import TokenCost, open_subject
+from kvmosaic.bench.models import Limits, TokenCost, measure_limits, open_subject
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.bench.plots import save_plots
@@ -94,7 +93,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         model=campaign.model,
         preset=campaign.preset,
         seed=campaign.seed,
-        facts=machine | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        machine=machine | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
         sizes=sizes,
         limits=limits,
         weights=weights,
