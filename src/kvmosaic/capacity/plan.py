@@ -105,11 +105,6 @@ class MemorySplit:
         """Share of empty slots in a document's blocks."""
         return 1.0 - num_tokens / (self.blocks_per_document * self.block_size)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether there is memory for more blocks than a pool can have."""
-        return self.chunk_blocks == MAX_BLOCKS
-
 
 def make_room(
     model: ModelFacts, device_bytes: int, demand: Demand, block_size: int, headroom_bytes: int, weight_bytes: int
@@ -324,7 +319,7 @@ def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:
         notes.append(f"documents above {config.max_chunk_tokens:,} tokens need a larger max_chunk_tokens, or are split")
     if room.resident > config.max_chunks:
         notes.append(f"more than {config.max_chunks:,} documents at once need a larger max_chunks")
-    if room.is_cut:
+    if room.chunk_blocks == MAX_BLOCKS:
         notes.append(f"a pool has at most {room.chunk_blocks:,} blocks; larger blocks would use the rest of the memory")
     if demand.documents_per_prompt > 1:
         notes.append(

@@ -65,7 +65,7 @@ class Circuit:
         return result
 
     def probe_if_due(self) -> bool:
-        """Probes if the circuit is open, the interval over and nobody probes; returns whether it is closed now."""
+        """Probes if the circuit is open, the interval over and no other probe runs; returns whether it is closed."""
         with self._lock:
             if not self.is_open or self._is_probed or self._breaker.clock() < self._next_probe:
                 return not self.is_open
