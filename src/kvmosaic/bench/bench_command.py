@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmosaic.bench.sizes import LIMITS, PRESETS, Sizes
+from kvmosaic.bench.sizes import PRESETS, Sizes
 from kvmosaic.console.options import AsReport, FixedStrategy, Output, choice, grouped, option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import POLICIES
@@ -30,8 +30,8 @@ Evictions = Annotated[
 
 
 def _size(name: str, least: int = 1) -> Any:
-    about = Sizes.__dataclass_fields__[name].metadata["help"]
-    return typer.Option("--" + name.replace("_", "-"), min=least, max=LIMITS[name], help=about)
+    about = Sizes.__dataclass_fields__[name].metadata
+    return typer.Option("--" + name.replace("_", "-"), min=least, max=about["limit"], help=about["help"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,9 @@ from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.workloads import Workload, build_workloads
-from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.prompt import Prompt
-
-_MAX_THREADS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +43,6 @@ class Campaign:
     """Names of `FAMILIES`; none: all."""
     peers: PeerOptions = field(default_factory=PeerOptions)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.peers.threads <= _MAX_THREADS:
-            raise InvalidConfig(f"threads must be between 1 and {_MAX_THREADS}, got {self.peers.threads}")
 
 
 def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
