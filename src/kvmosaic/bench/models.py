@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
@@ -15,27 +16,22 @@ from kvmosaic.errors import ModelNotFound
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 
-_SHARED = {"max_position_embeddings": 16_384, "rope_theta": 500_000.0, "tie_word_embeddings": True}
-RANDOM_MODELS = {
-    "random-0.1b": {
+
+def _shape(width: int, feed_forward: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+    return {
         "vocab_size": 32_000,
-        "hidden_size": 768,
-        "intermediate_size": 2_048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
+        "hidden_size": width,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": 4,
-        **_SHARED,
-    },
-    "random-0.5b": {
-        "vocab_size": 32_000,
-        "hidden_size": 1_280,
-        "intermediate_size": 3_584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        **_SHARED,
-    },
-}
+        "max_position_embeddings": 16_384,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+RANDOM_MODELS = {"random-0.1b": _shape(768, 2_048, 12, 12), "random-0.5b": _shape(1_280, 3_584, 24, 20)}
 """Llamas with grouped queries and a head size of 64."""
 _TOKEN_TABLE, _OUTPUT = "token_embd.weight", "output.weight"
 _EXPERTS = "_exps."
@@ -51,16 +47,19 @@ def model_folder(name: str, scratch: Path) -> Path:
         return bundled_reader()
     if name in RANDOM_MODELS:
         folder = scratch / name
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**RANDOM_MODELS[name], bos_token_id=None, eos_token_id=None))
-        torch.set_rng_state(state)
-        model.to(torch.bfloat16).save_pretrained(folder)
+        random_llama(**RANDOM_MODELS[name]).to(torch.bfloat16).save_pretrained(folder)
         return folder
     if not Path(name).is_dir():
         known = ", ".join(repr(known) for known in (BUNDLED_READER, *RANDOM_MODELS))
         raise ModelNotFound(f"there is no model {name!r}; give a folder, or one of {known}")
     return Path(name)
+
+
+def random_llama(**sizes: Any) -> Any:
+    """A Llama of these sizes with weights from seed 0; torch's own random numbers go on as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 @dataclass(frozen=True, slots=True)
