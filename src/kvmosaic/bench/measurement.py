@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvmosaic.bench.peers.peer import BatchTimes, Peer
 from kvmosaic.bench.workloads import Workload
@@ -104,10 +103,6 @@ class BenchRow:
                 self.num_computed.append(reading.num_computed)
         if batch.kv_bytes is not None:
             self.kv_bytes = max(self.kv_bytes or 0, batch.kv_bytes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values, for JSON."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 def measure(workload: Workload, peers: Sequence[Peer], progress: Progress) -> list[BenchRow]:

@@ -1,10 +1,12 @@
-"""Benchmark models: random ones made from a configuration, the bundled reader, or a folder; opened and weighed."""
+"""Benchmark models, opened and weighed, and the limits of this machine: the least time of their work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PretrainedConfig
@@ -14,27 +16,22 @@ from kvmosaic.errors import ModelNotFound
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, read_gguf
 
-_SHARED = {"max_position_embeddings": 16_384, "rope_theta": 500_000.0, "tie_word_embeddings": True}
-RANDOM_MODELS = {
-    "random-0.1b": {
+
+def _shape(width: int, feed_forward: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+    return {
         "vocab_size": 32_000,
-        "hidden_size": 768,
-        "intermediate_size": 2_048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
+        "hidden_size": width,
+        "intermediate_size": feed_forward,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": 4,
-        **_SHARED,
-    },
-    "random-0.5b": {
-        "vocab_size": 32_000,
-        "hidden_size": 1_280,
-        "intermediate_size": 3_584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        **_SHARED,
-    },
-}
+        "max_position_embeddings": 16_384,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    }
+
+
+RANDOM_MODELS = {"random-0.1b": _shape(768, 2_048, 12, 12), "random-0.5b": _shape(1_280, 3_584, 24, 20)}
 """Llamas with grouped queries and a head size of 64."""
 _TOKEN_TABLE, _OUTPUT = "token_embd.weight", "output.weight"
 _EXPERTS = "_exps."
@@ -50,16 +47,19 @@ def model_folder(name: str, scratch: Path) -> Path:
         return bundled_reader()
     if name in RANDOM_MODELS:
         folder = scratch / name
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**RANDOM_MODELS[name], bos_token_id=None, eos_token_id=None))
-        torch.set_rng_state(state)
-        model.to(torch.bfloat16).save_pretrained(folder)
+        random_llama(**RANDOM_MODELS[name]).to(torch.bfloat16).save_pretrained(folder)
         return folder
     if not Path(name).is_dir():
         known = ", ".join(repr(known) for known in (BUNDLED_READER, *RANDOM_MODELS))
         raise ModelNotFound(f"there is no model {name!r}; give a folder, or one of {known}")
     return Path(name)
+
+
+def random_llama(**sizes: Any) -> Any:
+    """A Llama of these sizes with weights from seed 0; torch's own random numbers go on as before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +166,78 @@ def _weighed(model: AnyModel, source: Path) -> TokenCost:
     if isinstance(model, LoadedModel):
         return weigh(model.config, model.dtype.itemsize, kv_bytes)
     return weigh_file(source, kv_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The best of several tries: other work on the machine only makes them slower."""
+
+    read_bytes_per_second: dict[int, float]
+    """By number of threads."""
+    flops_per_second: dict[str, float]
+    """By dtype, with the threads of the run."""
+    threads: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that the threads of the run read."""
+        return self.read_bytes_per_second[self.threads]
+
+    def first_token_seconds(self, weight: TokenCost, dtype: str, num_computed: int, num_prompt: int) -> float:
+        """Returns the minimum time of a prompt: multiplications, or the bytes that must be read; without attention."""
+        flops = 2.0 * (weight.linear_parameters * num_computed + weight.output_parameters)
+        read = weight.step_bytes + weight.kv_bytes_per_token * num_prompt
+        return max(flops / self.flops_per_second.get(dtype, float("inf")), read / self.bandwidth)
+
+    def token_seconds(self, weight: TokenCost, num_context: int) -> float:
+        """Returns the minimum time of one decode step: weights and KV cache are read once."""
+        return (weight.step_bytes + weight.kv_bytes_per_token * num_context) / self.bandwidth
+
+    def best_of(self, other: Limits) -> Limits:
+        """Returns the faster of both in every limit: the same machine at another, perhaps less busy moment."""
+        reads, flops = self.read_bytes_per_second, self.flops_per_second
+        return Limits(
+            {count: max(rate, other.read_bytes_per_second[count]) for count, rate in reads.items()},
+            {dtype: max(rate, other.flops_per_second[dtype]) for dtype, rate in flops.items()},
+            self.threads,
+        )
+
+
+def measure_limits(threads: int, dtypes: list[str], *, num_bytes: int = 2**28, tries: int = 15) -> Limits:
+    """Reads a large buffer and multiplies square matrices.
+
+    Args:
+        threads: threads of the run; one thread is measured as well.
+        dtypes: formats whose multiplications are measured.
+        num_bytes: size of the buffer; much more than the caches of the processor.
+        tries: how often each is measured.
+    """
+    before = torch.get_num_threads()
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32)
+    reads = {}
+    try:
+        for count in sorted({1, threads}):
+            torch.set_num_threads(count)
+            reads[count] = num_bytes / _least_seconds(buffer.sum, tries)
+        flops = {dtype: _measure_flops(getattr(torch, dtype), tries) for dtype in dtypes}
+    finally:
+        torch.set_num_threads(before)
+    return Limits(reads, flops, threads)
+
+
+def _measure_flops(dtype: torch.dtype, tries: int) -> float:
+    """Floating point operations per second of a square product."""
+    size = 1_024
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / _least_seconds(lambda: left @ right, tries)
+
+
+def _least_seconds(run: Callable[[], object], tries: int) -> float:
+    """The shortest of several runs, after one that does not count."""
+    run()
+    seconds = []
+    for _ in range(tries):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

@@ -29,7 +29,7 @@ def save_plots(report: BenchReport, folder: Path, name: str) -> list[Path]:
         canvas = FigureCanvasAgg(Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained"))
         axes = canvas.figure.add_subplot()
         draw(axes, rows, report)
-        axes.set_title(f"{title}\n{report.model}, {report.facts['threads']} threads", fontsize=10)
+        axes.set_title(f"{title}\n{report.model}, {report.machine['threads']} threads", fontsize=10)
         axes.grid(alpha=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

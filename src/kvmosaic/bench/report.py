@@ -11,9 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.bench.limits import Limits
 from kvmosaic.bench.measurement import BenchRow, Spread
-from kvmosaic.bench.models import TokenCost
+from kvmosaic.bench.models import Limits, TokenCost
 from kvmosaic.bench.peers.peer import OWN
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.console.text import duration_text, markdown_table, printable, size_text
@@ -54,7 +53,7 @@ class BenchReport:
     model: str
     preset: str
     seed: int
-    facts: dict[str, Any]
+    machine: dict[str, Any]
     sizes: Sizes
     limits: Limits
     weights: dict[str, TokenCost]
@@ -67,20 +66,7 @@ class BenchReport:
 
     def to_json(self) -> str:
         """Everything, with every single time."""
-        content = {
-            "format": FORMAT,
-            "model": self.model,
-            "preset": self.preset,
-            "seed": self.seed,
-            "machine": self.facts,
-            "sizes": asdict(self.sizes),
-            "limits": self.limits.to_dict(),
-            "weights": {dtype: asdict(weight) for dtype, weight in self.weights.items()},
-            "rows": [row.to_dict() for row in self.rows],
-            "notes": self.notes,
-            "seconds": self.seconds,
-        }
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     def to_markdown(self) -> str:
         """Tables for people."""
@@ -110,7 +96,7 @@ class BenchReport:
 
 
 def _heading(report: BenchReport) -> str:
-    facts, sizes, limits = report.facts, report.sizes, report.limits
+    facts, sizes, limits = report.machine, report.sizes, report.limits
     weight = next(iter(report.weights.values()))
     reads = ", ".join(
         f"{rate / 1e9:.1f} GB/s with {count} thread{'s' if count > 1 else ''}"

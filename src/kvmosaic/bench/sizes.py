@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig
 
-LIMITS = {
-    "system": 100_000,
-    "documents": 1_000,
-    "document_tokens": 100_000,
-    "question": 100_000,
-    "answer": 100_000,
-    "plain_tokens": 100_000,
-    "rounds": 10_000,
-    "zipf_documents": 1_000,
-    "zipf_prompts": 100_000,
-    "catalogue": 100_000,
-    "orders": 1_000_000,
-    "max_sharers": 1_024,
-}
 
-
-def _size(default: int, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _size(default: int, limit: int, help_text: str) -> Any:
+    return field(default=default, metadata={"limit": limit, "help": help_text})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How large the workloads are; tokens and counts."""
 
-    system: int = _size(64, "Tokens of the system prompt.")
-    documents: int = _size(8, "Documents of one prompt.")
-    document_tokens: int = _size(512, "Tokens of each document.")
-    question: int = _size(32, "Tokens of a question.")
-    answer: int = _size(16, "Tokens of an answer, where answers are measured.")
-    plain_tokens: int = _size(1_024, "Tokens of a prompt without documents.")
-    rounds: int = _size(5, "Prompts per workload and engine.")
-    zipf_documents: int = _size(5, "Documents of one prompt whose documents are drawn by popularity.")
-    zipf_prompts: int = _size(12, "Prompts per expected reuse of the workload zipf.")
-    catalogue: int = _size(200, "Documents to draw from.")
-    orders: int = _size(500, "Prompts of the workload orders: known documents in orders not seen before.")
-    max_sharers: int = _size(32, "Maximum number of prompts that share their documents at once.")
+    system: int = _size(64, 100_000, "Tokens of the system prompt.")
+    documents: int = _size(8, 1_000, "Documents of one prompt.")
+    document_tokens: int = _size(512, 100_000, "Tokens of each document.")
+    question: int = _size(32, 100_000, "Tokens of a question.")
+    answer: int = _size(16, 100_000, "Tokens of an answer, where answers are measured.")
+    plain_tokens: int = _size(1_024, 100_000, "Tokens of a prompt without documents.")
+    rounds: int = _size(5, 10_000, "Prompts per workload and engine.")
+    zipf_documents: int = _size(5, 1_000, "Documents of one prompt whose documents are drawn by popularity.")
+    zipf_prompts: int = _size(12, 100_000, "Prompts per expected reuse of the workload zipf.")
+    catalogue: int = _size(200, 100_000, "Documents to draw from.")
+    orders: int = _size(500, 1_000_000, "Prompts of the workload orders: known documents in orders not seen before.")
+    max_sharers: int = _size(32, 1_024, "Maximum number of prompts that share their documents at once.")
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            value = getattr(self, name)
+        for each in fields(self):
+            name, limit, value = each.name, each.metadata["limit"], getattr(self, each.name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
                 raise InvalidConfig(f"{name} must be a whole number between 1 and {limit}, got {value!r}")
         if self.zipf_documents > self.catalogue:

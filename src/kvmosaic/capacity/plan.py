@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +34,6 @@ class TierPlan:
     """Of one document; its header and tokens, a few bytes per token, are left out."""
     kept: int | None
     """Documents that fit into the quota."""
-    found: float = 0.0
-    """Share of requested documents found here, but not on the device or in an earlier tier."""
 
 
 def plan_tier(url: str, model: ModelFacts, tokens_per_document: int, codec: Codec = "none") -> TierPlan:
@@ -106,11 +104,6 @@ class MemorySplit:
     def wasted_share(self, num_tokens: int) -> float:
         """Share of empty slots in a document's blocks."""
         return 1.0 - num_tokens / (self.blocks_per_document * self.block_size)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there is memory for more blocks than a pool can have."""
-        return self.chunk_blocks == MAX_BLOCKS
 
 
 def make_room(
@@ -189,13 +182,8 @@ class CapacityPlan:
     notes: tuple[str, ...]
     """Caveats."""
 
-    @property
-    def uses(self) -> float:
-        """Requests of a document per time it is computed; infinite if it is never evicted."""
-        return float("inf") if self.hit_rate >= 1.0 else 1.0 / (1.0 - self.hit_rate)
-
     def to_dict(self) -> dict[str, Any]:
-        """Names and values, for JSON; what is infinite or unknown is None."""
+        """Names and values, for JSON; what is unknown is None."""
         model = {
             "name": self.model.name,
             "dtype": self.model.dtype,
@@ -223,7 +211,6 @@ class CapacityPlan:
             "memory": room,
             "hit_rate": self.hit_rate,
             "best_hit_rate": self.best_hit_rate,
-            "uses_per_computation": None if self.hit_rate >= 1.0 else self.uses,
             "stages": [asdict(stage) for stage in self.stages],
             "tiers": [asdict(tier) for tier in self.tiers],
             "notes": list(self.notes),
@@ -263,14 +250,14 @@ def plan_capacity(
     room = make_room(model, device_bytes, demand, block_size, parse_headroom(headroom, device_bytes), weight_bytes)
     ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
     rate = hit_rate(ranks, room.resident)
-    planned = _with_found([plan_tier(url, model, demand.tokens_per_document, codec) for url in tiers], ranks, room)
+    planned = [plan_tier(url, model, demand.tokens_per_document, codec) for url in tiers]
     return CapacityPlan(
         model=model,
         demand=demand,
         room=room,
         hit_rate=rate,
         best_hit_rate=best_hit_rate(ranks, room.resident),
-        stages=_stages(rate, planned),
+        stages=_stages(planned, ranks, room),
         tiers=tuple(planned),
         notes=tuple(_notes(model, demand, room)),
     )
@@ -295,8 +282,8 @@ def parse_headroom(headroom: int | str, device_bytes: int) -> int:
     return 0 if headroom in (0, "0") else parse_bytes(headroom)
 
 
-def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: MemorySplit) -> list[TierPlan]:
-    """Fills in the hit rate of each tier.
+def _stages(tiers: Sequence[TierPlan], ranks: Sequence[Ranks], room: MemorySplit) -> tuple[Stage, ...]:
+    """Hit rates with the device, and with each tier after it.
 
     A persistent tier receives everything that is computed, so it has what the device has. A host tier receives what the
     device evicts.
@@ -305,20 +292,12 @@ def _with_found(tiers: list[TierPlan], ranks: Sequence[Ranks], room: MemorySplit
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise InvalidConfig(f"two tiers are of kind {kind}; a plan has one of each kind at most")
-    reach, before, planned = float(room.resident), hit_rate(ranks, room.resident), []
+    reach = float(room.resident)
+    stages = [Stage("device", hit_rate(ranks, reach))]
     for tier in tiers:
         kept = float("inf") if tier.kept is None else float(tier.kept)
         reach = with_host(reach, kept) if tier.kind == "host" else max(reach, kept)
-        rate = hit_rate(ranks, reach)
-        planned.append(replace(tier, found=max(0.0, rate - before)))
-        before = max(rate, before)
-    return planned
-
-
-def _stages(on_device: float, tiers: list[TierPlan]) -> tuple[Stage, ...]:
-    stages = [Stage("device", on_device)]
-    for tier in tiers:
-        stages.append(Stage(tier.kind, min(1.0, stages[-1].hit_rate + tier.found)))
+        stages.append(Stage(tier.kind, max(stages[-1].hit_rate, hit_rate(ranks, reach))))
     return tuple(stages)
 
 
@@ -340,7 +319,7 @@ def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:
         notes.append(f"documents above {config.max_chunk_tokens:,} tokens need a larger max_chunk_tokens, or are split")
     if room.resident > config.max_chunks:
         notes.append(f"more than {config.max_chunks:,} documents at once need a larger max_chunks")
-    if room.is_cut:
+    if room.chunk_blocks == MAX_BLOCKS:
         notes.append(f"a pool has at most {room.chunk_blocks:,} blocks; larger blocks would use the rest of the memory")
     if demand.documents_per_prompt > 1:
         notes.append(

@@ -159,7 +159,6 @@ class Client:
         if response.status != 200:
             reading["error"] = response.read(500).decode(errors="replace")
             return
-        tokens: list[int] = []
         for line in response:
             if not line.startswith(b"data: {"):
                 continue
@@ -167,12 +166,10 @@ class Client:
             if event.get("tokens"):
                 reading.setdefault("first", time.monotonic() - begin)
                 reading["last"] = time.monotonic() - begin
-                tokens += event["tokens"]
             if event.get("stop"):
                 reading["reused"] = event["timings"]["cache_n"]
         reading.setdefault("first", time.monotonic() - begin)
         reading.setdefault("last", reading["first"])
-        reading["answer"] = tokens
 
 
 def _free_port() -> int:

@@ -24,12 +24,12 @@ _SHOWN_BYTES = 3_000
 
 
 class OutsidePeer:
-    """vLLM, llama.cpp or its server, driven through `vllm_worker.py`, `llama_worker.py` or `llama_server_worker.py`.
+    """vLLM or a server of llama.cpp, driven through `vllm_worker.py` or `llama_server_worker.py`.
 
-    sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true} received:  {"seconds": 0.5, "kv_bytes":
-    4096, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
+    sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true}
+    received:  {"seconds": 0.5, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
 
-    `kv_bytes` and `reused` are present if the engine reports them.
+    `reused` is present if the engine reports it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OutsidePeer:
             )
             for row, one in zip(rows, reply["readings"], strict=True)
         ]
-        return BatchTimes(reply["seconds"], tuple(readings), reply.get("kv_bytes"))
+        return BatchTimes(reply["seconds"], tuple(readings))
 
     def close(self) -> None:
         """See `Peer.close`."""
@@ -147,24 +147,6 @@ def vllm_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_token
         "HF_HUB_OFFLINE": "1",
     }
     return OutsidePeer("vLLM", [str(python), str(worker), options], dtype, environment)
-
-
-def llama_peer(python: Path, source: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:
-    """Starts llama.cpp on the CPU; its worker first writes a folder's model in the format of llama.cpp.
-
-    Args:
-        python: the interpreter of an environment in which `llama-cpp-python` and `gguf` are installed.
-        source: the folder of a plain Llama, or a GGUF file.
-        dtype: float32 or bfloat16, of a folder's weights.
-        threads: threads of its kernels.
-        max_tokens: the longest prompt with its answer.
-
-    Raises:
-        EngineError: it does not start.
-    """
-    worker = Path(__file__).with_name("llama_worker.py")
-    options = json.dumps({"model": str(source), "dtype": dtype, "threads": threads, "max_tokens": max_tokens})
-    return OutsidePeer("llama.cpp", [str(python), str(worker), options], dtype)
 
 
 def llama_server_peer(program: Path, file: Path, dtype: str, *, threads: int, max_tokens: int) -> OutsidePeer:

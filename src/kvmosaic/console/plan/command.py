@@ -104,24 +104,12 @@ def _number_of_documents(given: str | None) -> int:
     return int(text)
 
 
-_OF_PROMPT = (
-    *(
-        "prompt",
-        "question",
-        "system",
-        "chunk_separator",
-        "position_strategy",
-        "chunk_context",
-        "preamble",
-        "long_chunks",
-        "max_section_tokens",
-    ),
-    *("chunk_cache_size", "device"),
-)
+_COMPOSED = """chunk_separator position_strategy chunk_context preamble long_chunks max_section_tokens
+chunk_cache_size device"""
+PLANNED = f"dtype engine kv_cache_dtype {_COMPOSED}"
+_OF_PROMPT = ("prompt", "question", "system", *_COMPOSED.split())
 _OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
 _FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
-PLANNED = """dtype engine kv_cache_dtype chunk_separator position_strategy chunk_context preamble long_chunks
-max_section_tokens chunk_cache_size device"""
 
 
 @grouped

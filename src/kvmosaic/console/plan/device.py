@@ -148,11 +148,10 @@ def _found(plan: CapacityPlan) -> Table:
 
 def _about(plan: CapacityPlan) -> Text:
     demand = plan.demand
-    uses = "always stays" if plan.hit_rate >= 1.0 else f"is asked for {plan.uses:.2f} times per computation"
     lines = (
         f"prompt: {demand.system_tokens:,} + {demand.documents_per_prompt:,} × {demand.tokens_per_document:,} + "
         f"{demand.question_tokens:,} tokens",
-        f"a document {uses}; with the most popular ones pinned, {plan.best_hit_rate:.1%} would be found",
+        f"with the most popular documents pinned, {plan.best_hit_rate:.1%} would be found",
         _serve_line(plan),
     )
     return Text("\n".join(lines), style="dim")

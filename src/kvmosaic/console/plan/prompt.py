@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmosaic.cache.plan import Plan, SpanPlan
+from kvmosaic.capacity.plan import blocks_of
 from kvmosaic.console.model import memory_table
 from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
@@ -36,7 +37,7 @@ def show_plans(opening: ModelOptions, asking: PromptSource) -> None:
             block_size = llm.chunk_cache_config.block_size
             console.print(plan_table(plan, llm.model.bytes_per_token(), block_size, is_narrow=console.width < 76))
             console.print()
-            num_blocks = sum(blocks_of(span, block_size) for span in plan.spans)
+            num_blocks = sum(blocks_of(span.num_tokens, block_size) for span in plan.spans)
             console.print(memory_table(llm.model, plan.num_tokens, num_blocks, block_size))
             console.print()
 
@@ -52,11 +53,6 @@ def plan_strip(plan: Plan) -> Strip:
             for bar in bars_of(span.name or span.kind, span.num_reused, span.num_to_compute, span.distance)
         ]
     )
-
-
-def blocks_of(span: SpanPlan, block_size: int) -> int:
-    """Blocks that hold a span; its last block is its own, even if it is not full."""
-    return -(-span.num_tokens // block_size)
 
 
 def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: bool = False) -> Table:
@@ -81,7 +77,7 @@ def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: 
             f"{plan.layout.spans[span.index].start:,}",
             *([] if is_narrow else [seen_at]),
             f"{span.distance:+,}" if span.distance else "",
-            size_text(blocks_of(span, block_size) * block_size * bytes_per_token),
+            size_text(blocks_of(span.num_tokens, block_size) * block_size * bytes_per_token),
             _field(span),
         )
     return table

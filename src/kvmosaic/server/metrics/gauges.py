@@ -12,7 +12,7 @@ from kvmosaic import __version__
 from kvmosaic.metrics import Sample, own_names, vllm_names
 from kvmosaic.server.metrics.document_totals import DocumentTotals
 from kvmosaic.tiers import TierStat
-from kvmosaic.tiers.breaker import Breaker, BreakerStat, BreakerState
+from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tuned_settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class TierMoment:
     label: str
     """Its name, with a number if several tiers have it."""
     stat: TierStat
-    breaker: BreakerStat | None
+    breaker: Breaker | None
     is_up: bool
     """Whether it is read: no breaker is open for reads."""
     bytes_per_second: float | None
@@ -167,8 +167,8 @@ def look_at_tiers(offloader: ChunkOffloader | None) -> list[TierMoment]:
     for tier in tiered_store.tiers:
         number = num_named[tier.name] = num_named.get(tier.name, 0) + 1
         label = tier.name if number == 1 else f"{tier.name}-{number}"
-        breaker = tier.breaker_stat if isinstance(tier, Breaker) else None
-        is_up = not isinstance(tier, Breaker) or tier.read_stat.state is BreakerState.CLOSED
+        breaker = tier if isinstance(tier, Breaker) else None
+        is_up = breaker is None or not breaker.reads.is_open
         moments.append(TierMoment(label, tier.stat(), breaker, is_up, tiered_store.bytes_per_second(tier)))
     return moments
 
@@ -201,8 +201,9 @@ def _readings_of(moment: TierMoment) -> Iterator[Sample]:
     if moment.bytes_per_second is not None:
         yield Sample(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
     if moment.breaker is not None:
-        yield Sample(own_names.TIER_OPENED, moment.breaker.opened, labels)
-        yield Sample(own_names.TIER_SKIPPED, moment.breaker.skipped, labels)
+        reads, writes = moment.breaker.reads, moment.breaker.writes
+        yield Sample(own_names.TIER_OPENED, reads.opened + writes.opened, labels)
+        yield Sample(own_names.TIER_SKIPPED, reads.skipped + writes.skipped, labels)
 
 
 def _version(package: str) -> str:
