@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from kvmosaic.cpu_limit import cpu_limit
@@ -105,22 +105,22 @@ class FairThreads:
                 line.num_running += 1
                 self._now = max(self._now, line.spent)
             begin = time.thread_time()
+            tell: Callable[[], None] | None = None
             if future.set_running_or_notify_cancel():
                 try:
-                    result = work()
+                    tell = partial(future.set_result, work())
                 except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
+                    tell = partial(future.set_exception, error)
             spent = time.thread_time() - begin
-            del future, work  # frees the work and its result while the thread waits
             with self._changed:
                 line.spent += max(spent, LEAST_SECONDS) / self.weights.get(tenant, 1.0)
                 line.num_running -= 1
                 if not line.work and not line.num_running:
                     del self._lines[tenant]
                 self._changed.notify_all()
+            if tell is not None:
+                tell()  # once the work is paid for
+            del future, work, tell  # frees the work and its result while the thread waits
 
     def _next(self) -> str | None:
         """Returns the next tenant in fair order that has work and may use another thread."""
