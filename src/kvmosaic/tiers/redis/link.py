@@ -79,9 +79,9 @@ class RedisLink:
         if settings.path:
             options |= {"connection_class": UnixDomainSocketConnection, "path": settings.path}
         else:
-            options |= {"host": settings.host, "port": settings.port}
             options |= {"connection_class": SSLConnection if settings.tls else Connection}
-        if settings.tls and settings.ca_file:
+            options |= {"host": settings.host, "port": settings.port}
+        if settings.tls:
             options["ssl_ca_certs"] = settings.ca_file
         self._pool = ConnectionPool(**options)
 
@@ -120,6 +120,8 @@ class RedisLink:
             if timer is not None:
                 timer.cancel()
             if connection is not None:
+                if deadline.has_passed:
+                    connection.disconnect()  # the timer may be about to do so
                 self._pool.release(connection)
             self._free.release()
 

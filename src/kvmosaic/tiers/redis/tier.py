@@ -91,10 +91,10 @@ class RedisTier:
         <prefix>:{<key in hex>}             version; 0/3, 1/3, 2/3: the parts of the entry
         <prefix>:{<key in hex>}:<version>   a draft: the same, while it is written; expires
 
-    Redis renames, evicts and deletes a hash as a whole, and by the names of the parts one that lacks some is a miss. A
-    read checks lengths before it reads anything, in a transaction that fails if the hash changes, and that all
-    parts are of one version. A server that accepts no writes is still read. A malformed reply is a miss, or a failed
-    write. Redis' `maxmemory` and `maxmemory-policy` decide what is evicted.
+    Redis renames, evicts and deletes a hash as a whole; the names of its parts tell whether one is missing. A read checks
+    lengths before it reads anything, in a transaction that fails if the hash changes, and that all parts are of one
+    version. A server that accepts no writes is still read. A malformed reply is a miss, or a failed write. Redis'
+    `maxmemory` and `maxmemory-policy` decide what is evicted.
     """
 
     name = "redis"
@@ -240,7 +240,8 @@ class RedisTier:
             first = first or values[0]
             if values[0] != first or not first.endswith(b"%016x" % parts.num_bytes):
                 return None
-            entry += b"".join(values[1:])
+            for value in values[1:]:
+                entry += value
         return entry
 
     def _write(self, session: Session, key: Key, entry: memoryview) -> bool:
