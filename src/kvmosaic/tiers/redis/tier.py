@@ -91,9 +91,9 @@ class RedisTier:
         <prefix>:{<key in hex>}             version; 0/3, 1/3, 2/3: the parts of the entry
         <prefix>:{<key in hex>}:<version>   a draft: the same, while it is written; expires
 
-    Redis renames, evicts and deletes a hash as a whole; the names of its parts tell whether one is missing. A read checks
-    lengths before it reads anything, in a transaction that fails if the hash changes, and that all parts are of one
-    version. A server that accepts no writes is still read. A malformed reply is a miss, or a failed write. Redis'
+    Redis renames, evicts and deletes a hash as a whole; the names of its parts tell whether one is missing. A read
+    checks lengths before it reads anything, in a transaction that fails if the hash changes, and that all parts are of
+    one version. A server that accepts no writes is still read. A malformed reply is a miss, or a failed write. Redis'
     `maxmemory` and `maxmemory-policy` decide what is evicted.
     """
 
