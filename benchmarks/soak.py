@@ -50,6 +50,7 @@ CALM_SECONDS = 60.0
 """After the load, what runs must have ended in this time."""
 STOP_SECONDS = 60.0
 MAX_OPEN = 4_096
+REDIS_MEMORY = ("--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru")
 
 
 @dataclass
@@ -217,7 +218,7 @@ def soak(arguments: argparse.Namespace, number: int, seconds: float) -> None:
             place = (folder / "redis").resolve()
             place.mkdir(exist_ok=True)
             end_left_over(place)
-            redis = RedisServer(place, "--pidfile", str(place / "pid"))
+            redis = RedisServer(place, "--pidfile", str(place / "pid"), *REDIS_MEMORY)
             stack.callback(redis.close)
         server = stack.enter_context(SoakServer(folder, redis.url if redis else None))
         part = Part(arguments, number, seconds, server, redis, seen)

@@ -23,7 +23,6 @@ QUIET = "quiet"
 QUOTAS = {**dict.fromkeys(HONEST, "1536KiB"), **dict.fromkeys(HOSTILE, "576KiB")}
 CHUNK_CACHE = "8MiB"
 DISK_QUOTA = "4MiB"
-REDIS_QUOTA = "6MiB"
 OPTIONS = f"""
     --dtype float32 --chunk-cache-size {CHUNK_CACHE} --request-cache-size 32MiB --swap-space 16MiB
     --chunk-loading always --chunk-pending 16MiB --chunk-staged 16MiB
@@ -61,7 +60,7 @@ class SoakServer:
         self.disk = folder / "disk"
         self._log = folder / "server.log"
         tiers = [f"disk:{self.disk.resolve()}?quota={DISK_QUOTA}"]
-        tiers += [f"{redis_url}?quota={REDIS_QUOTA}"] if redis_url else []
+        tiers += [redis_url] if redis_url else []
         arguments = [part for tier in tiers for part in ("--chunk-tier", tier)]
         self._command = [sys.executable, "-m", "kvmosaic", "serve", "reader", "--port", "0", "--keys-file", str(keys)]
         self._command += [*OPTIONS, *arguments]

@@ -236,8 +236,11 @@ def test_a_disk_that_fails_under_load_fails_no_request_and_is_used_again(
 def test_two_servers_that_share_a_full_disk_and_a_redis_always_answer_right(
     tmp_path: Path, redis: RedisServer, expected: Expected
 ) -> None:
+    with redis.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 9 * 2**20)
     disk = f"disk:{tmp_path / 'cache'}?quota=6MiB&durable=no"  # a third of the documents
-    tiers = ("--chunk-tier", disk, "--chunk-tier", f"{redis.url}?quota=9MiB")
+    tiers = ("--chunk-tier", disk, "--chunk-tier", redis.url)
     arguments = ("--chunk-cache-size", "4MiB", "--chunk-loading", "always", *tiers)
     arguments = (*arguments, "--position-strategy", "shared", "--repair", "none")  # as what is expected was answered
     with ServeCommand(*arguments) as first, ServeCommand(*arguments) as second:

@@ -24,7 +24,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 class TestRedisTier(TierConformance):
     num_walks = 15
     num_rounds = 100
-    quota = "&quota={}"
+    has_quota = False
+    keeps_order = False
 
     @pytest.fixture(autouse=True)
     def _server(self, server: RedisServer) -> None:
@@ -32,17 +33,10 @@ class TestRedisTier(TierConformance):
 
     def open(self, place: Path, quota_bytes: int) -> Tier:
         prefix = hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        url = f"{self.server.url}?prefix={prefix}&part=1024&timeout=10&connect_timeout=10{self.quota}"
-        tier = RedisTier.from_url(url.format(quota_bytes))
+        tier = RedisTier.from_url(f"{self.server.url}?prefix={prefix}&part=1024&timeout=10&connect_timeout=10")
         list(tier.scan(Deadline(30)))  # so that it knows what it holds
         return tier
 
     def check(self, tier: Tier) -> None:
         list(tier.scan(Deadline(30)))  # what others have changed is known as of the last look
         super().check(tier)
-
-
-class TestRedisTierWithoutQuota(TestRedisTier):
-    quota = ""
-    has_quota = False
-    keeps_order = False

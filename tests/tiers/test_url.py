@@ -24,7 +24,7 @@ from kvmosaic.tiers.url import MAX_URL_CHARACTERS, TierSpec, open_tier, parse_ti
         ("disk:relative/folder?quota=1000", "disk", "relative/folder", 1000),
         ("disk:/a%20b%3Fc?quota=1K&durable=no", "disk", "/a b?c", 1024),
         ("redis://localhost:6379/0", "redis", "redis://localhost:6379/0", None),
-        ("redis://user:secret@cache:7000/3?quota=1GiB", "redis", "redis://cache:7000/3", 2**30),
+        ("redis://user:secret@cache:7000/3?timeout=1", "redis", "redis://cache:7000/3", None),
         ("rediss://:secret@cache", "redis", "rediss://cache:6379/0", None),
         ("unix:///run/redis.sock?db=1", "redis", "unix:///run/redis.sock?db=1", None),
         ("s3://bucket/prefix?secret_access_key=secret", "object", "s3://bucket/prefix", None),

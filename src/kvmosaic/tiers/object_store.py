@@ -76,7 +76,6 @@ class ObjectTier:
         self._tally = TierCounters()
         self._notices = Notices(logger)
         self._lock = threading.Lock()
-        self._num_entries = self._num_bytes = 0
         self._loop = asyncio.new_event_loop()
         self._is_closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvmosaic-object-tier", daemon=True)
@@ -106,7 +105,7 @@ class ObjectTier:
                 )
                 stored.add(key)
                 self._tally.count(puts=1, put_bytes=len(view))
-                self._settle(before is None, len(view) - (before or 0))
+                self._tally.settle(before is None, len(view) - (before or 0))
 
         self._for_each(entries, put, deadline)
         return stored
@@ -154,7 +153,7 @@ class ObjectTier:
             with self._absence_allowed(key):  # another client deleted it first
                 await obstore.delete_async(self._store, _path(key))
                 gone.add(key)
-                self._settle(-1, -size)
+                self._tally.settle(-1, -size)
 
         self._for_each(keys, delete, deadline)
         return set(gone)
@@ -186,8 +185,7 @@ class ObjectTier:
                     num_entries, num_bytes = num_entries + 1, num_bytes + meta["size"]
                     yield EntryInfo(Key(bytes.fromhex(match[2])), meta["size"], meta["last_modified"].timestamp())
         if metas is not None:
-            with self._lock:
-                self._num_entries, self._num_bytes = num_entries, num_bytes
+            self._tally.level = num_entries, num_bytes
 
     def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
         """See `Peeking.peek`."""
@@ -209,9 +207,7 @@ class ObjectTier:
 
     def stat(self) -> TierStat:
         """See `Tier.stat`: as of the last complete `scan`, plus later changes of this process."""
-        with self._lock:
-            num_entries, num_bytes = self._num_entries, self._num_bytes
-        return TierStat(self.name, self._address, num_entries, num_bytes, None, **self._tally.counts())
+        return TierStat(self.name, self._address, *self._tally.level, None, **self._tally.counts())
 
     def close(self) -> None:
         """Stops the thread; in-flight requests are cancelled."""
@@ -312,11 +308,6 @@ class ObjectTier:
         if "os error 28" in text or "No space left" in text or " 507 " in text:
             return TierFull(f"{self._address} has no room left: {text}")
         return TierUnavailable(f"{self._address} fails: {text}")
-
-    def _settle(self, entries: int, num_bytes: int) -> None:
-        with self._lock:
-            self._num_entries = max(0, self._num_entries + entries)
-            self._num_bytes = max(0, self._num_bytes + num_bytes)
 
 
 def _path(key: Key) -> str:

@@ -92,7 +92,6 @@ DISK: Options = {"quota": ("quota_bytes", _size), "durable": ("durable", _switch
 _REDIS: Options = {
     "db": ("db", _number(0, 65535, whole=True)),
     "prefix": ("prefix", _prefix),
-    "quota": ("quota_bytes", _size),
     "connect_timeout": ("connect_seconds", _number(0.01, 60.0)),
     "timeout": ("pause_seconds", _number(0.01, 60.0)),
     "connections": ("max_connections", _number(1, 256, whole=True)),
@@ -111,7 +110,7 @@ _OBJECT: Options = {
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Address, credentials, timeouts and quota of a Redis server."""
+    """Address, credentials and timeouts of a Redis server."""
 
     host: str = "localhost"
     port: int = 6379
@@ -125,11 +124,9 @@ class RedisSettings:
     """CA certificates for the server's; None: those of the system."""
     prefix: str = "kvmosaic"
     """Prefix of all our names in Redis. With a part in braces at its start, all of them fall into one hash slot."""
-    quota_bytes: int | None = None
-    """Maximum bytes of entries under this prefix, of all processes; None: Redis evicts by its `maxmemory`."""
     connect_seconds: float = 0.1
     pause_seconds: float = 0.15
-    """Longest silence of the server within an answer, and longest wait for it to accept more bytes."""
+    """Longest silence of the server within an answer, and longest wait for it to accept 64 KiB."""
     max_connections: int = 16
     part_bytes: int = 2**20
     """Entries are written and read in parts of this size."""
@@ -146,7 +143,7 @@ class RedisSettings:
     def from_url(cls, url: str) -> RedisSettings:
         """Reads `redis://[user[:password]@]host[:port][/db]?option=value&…`, `rediss://…` or `unix:///path?…`.
 
-        Options: `db`, `prefix`, `quota`, `connect_timeout` and `timeout` in seconds, `connections`, `part`, `ca`.
+        Options: `db`, `prefix`, `connect_timeout` and `timeout` in seconds, `connections`, `part`, `ca`.
 
         Raises:
             InvalidConfig: another scheme, an unknown option, a value out of its bounds; never with the password.
@@ -164,6 +161,11 @@ class RedisSettings:
         if parts.scheme not in REDIS_SCHEMES:
             raise InvalidConfig(f"{parts.scheme!r} is not the scheme of a redis tier; use redis, rediss or unix")
         _within("port of a redis tier", port, 1, 65535)
+        if re.search(r"(^|&)quota=", parts.query):
+            raise InvalidConfig(
+                "a redis tier has no quota: Redis itself evicts, for all that is in it; set its maxmemory, and its "
+                "maxmemory-policy to allkeys-lru"
+            )
         options = read_options("a redis tier", parts.query, _REDIS)
         is_unix = parts.scheme == "unix"
         if is_unix and not parts.path:

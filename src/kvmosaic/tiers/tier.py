@@ -195,6 +195,8 @@ class TierCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.level = 0, 0
+        """Entries and bytes of a tier without an index: of its last listing, and later changes of this process."""
         self._counts = dict.fromkeys(
             ("hits", "misses", "puts", "put_bytes", "get_bytes", "evictions", "failures", "quarantined"), 0
         )
@@ -204,6 +206,11 @@ class TierCounters:
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
+
+    def settle(self, num_entries: int, num_bytes: int) -> None:
+        """Changes the level by so much."""
+        with self._lock:
+            self.level = max(0, self.level[0] + num_entries), max(0, self.level[1] + num_bytes)
 
     def counts(self) -> dict[str, int]:
         """All counters by name, as the fields of a `TierStat`."""

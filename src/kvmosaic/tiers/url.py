@@ -77,8 +77,7 @@ def parse_tier_url(url: str) -> TierSpec:
     if kind == "disk":
         return _disk(rest)
     if kind in REDIS_SCHEMES:
-        settings = RedisSettings.from_url(f"{kind}:{rest}")
-        return TierSpec("redis", settings.address, settings.quota_bytes, url=f"{kind}:{rest}")
+        return TierSpec("redis", RedisSettings.from_url(f"{kind}:{rest}").address, url=f"{kind}:{rest}")
     if kind in OBJECT_SCHEMES:
         _check_object_place(kind, rest)
         return TierSpec("object", _without_secrets(kind, rest), url=f"{kind}:{rest}")

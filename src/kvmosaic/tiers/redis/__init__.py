@@ -1,1 +1,1 @@
-"""Redis tier: entries in parts, with quotas kept by scripts."""
+"""Redis tier: entries as hashes of parts."""
