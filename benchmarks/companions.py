@@ -43,7 +43,7 @@ from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
 from kvmosaic.eval.text.similar_records import MAX_RECORDS
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.paragraphs import paragraph_for
+from kvmosaic.prompt.companions import paragraph_for
 
 ANSWER_TOKENS = 40
 MARK = "@@documents@@"

@@ -174,7 +174,7 @@ def test_a_gap_of_a_window_is_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+@pytest.mark.parametrize("strategy", ["shared", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_prompts_of_more_parts_than_sequences_are_read(family: str, strategy: str) -> None:
     engine = llama_engine(model(family), blocks=(600, 600), num_sequences=20)
     chunks = [[number + 3, *range(20, 20 + 2 * WINDOW)] for number in range(12)]

@@ -11,8 +11,7 @@ from support.tokenizers import CHATML, READER, make_tokenizer
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import PromptEncoder
-from kvmosaic.prompt.companions import MAX_COMPANIONS, read_companions
-from kvmosaic.prompt.paragraphs import paragraph_for, paragraphs
+from kvmosaic.prompt.companions import MAX_COMPANIONS, paragraph_for, paragraphs, read_companions
 
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Who is the contact?"}]
 RECORDS = [f"Invoice 2088{number}: customer Halden Foods, amount 4,{number}10 euros." for number in range(6)]

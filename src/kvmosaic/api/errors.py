@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 from kvmosaic import errors
 from kvmosaic.api.fields import Reply
 from kvmosaic.api.validation_message import validation_message
-from kvmosaic.prompt.ways_out import for_clients
 
 if TYPE_CHECKING:
     from starlette.responses import JSONResponse
@@ -152,3 +152,31 @@ def _printable(message: str) -> str:
     if len(message) > MAX_MESSAGE_CHARACTERS:
         message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
     return message.encode("utf-8", "replace").decode("utf-8")
+
+
+_SETTINGS = (
+    (
+        re.compile(r"(raise max_chunk_tokens, shorten the document,|shorten it) or set long_chunks='split'"),
+        "send shorter documents, or ask the operator of the server for --long-chunks split",
+    ),
+    (re.compile(r"raise max_prompt_chunks \((\d+)\) or send fewer"), r"at most \1 are allowed; send fewer"),
+    (re.compile(r"raise max_prompt_chunks or send fewer"), "send fewer"),
+    (re.compile(r"\bposition_strategy='(\w+)'"), r'"position_strategy": "\1"'),
+)
+"""Fixes in our errors that refer to Python, and their equivalents for HTTP clients."""
+_FIGURES_OF_OTHERS = (
+    (re.compile(r", of which \d+ are pinned by others\b"), ", of which others have pinned too many"),
+    (re.compile(r": of (\d+) \d+ are free(?: and \d+ may be evicted)?"), r", which has \1"),
+    (
+        re.compile(r", \d+ are cached and max_chunks is (\d+); \d+ may be evicted"),
+        r", max_chunks is \1, and too few may be evicted",
+    ),
+)
+"""Numbers in our errors that reveal what other clients hold, and their replacements."""
+
+
+def for_clients(message: str) -> str:
+    """An error message with fixes available to a client, and without figures of other clients."""
+    for known, instead in (*_SETTINGS, *_FIGURES_OF_OTHERS):
+        message = known.sub(instead, message)
+    return message

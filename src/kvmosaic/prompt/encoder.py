@@ -10,13 +10,12 @@ from typing import Any
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.chat_request import with_told_tools
 from kvmosaic.prompt.chat_template.document_placement import place_documents
-from kvmosaic.prompt.companions import read_companions
+from kvmosaic.prompt.companions import paragraph_for, read_companions
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
 from kvmosaic.prompt.found_documents import DocumentFinder, Part, found_parts, said_before, split_at_documents
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.paragraphs import paragraph_for
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
     PreambleRule,

@@ -19,9 +19,8 @@ from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.documents.served import ServerDocuments
 from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.metrics import prometheus
-from kvmosaic.server.middleware.access_log import AccessLogMiddleware
+from kvmosaic.server.middleware.access_log import AccessLogMiddleware, ResponseHeadersMiddleware
 from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
-from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
 from kvmosaic.server.middleware.tracing import TracingMiddleware
 from kvmosaic.server.services import Services
 from kvmosaic.web import documents, files

@@ -12,8 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from kvmosaic.server.choices import Choices
-from kvmosaic.server.config_fields import ALIAS, METAVAR
+from kvmosaic.server.config_fields import ALIAS, METAVAR, Choices
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 

@@ -237,7 +237,7 @@ def _warm_router() -> APIRouter:
     options: dict[str, Any] = {
         "response_model": WarmSummary,
         "response_model_exclude_unset": True,
-        "responses": {200: streamed("What became of the documents, or an event for each.", _WARM_EXAMPLE)},
+        "responses": {200: streamed("What became of the documents, or an event for each.")},
     }
 
     @routes.post(ROUTE + ":warm", **options)
@@ -310,10 +310,3 @@ def _chosen_documents(served: ServedDocuments, body: WarmRequest) -> tuple[Docum
     chosen = body.chosen(lambda: [document.id for document in store.documents(tenant)])
     store.check_stored(tenant, [name for name in chosen if isinstance(name, str)])
     return chosen
-
-
-_WARM_EXAMPLE = (
-    'event: document.warmed\ndata: {"object":"document.warmed","index":0,"id":"ferry","tokens":120,"chunks":1,'
-    '"was_cached":false,"ms":8.4}\n\nevent: documents.warmed\ndata: {"object":"documents.warmed","num_documents":1,'
-    '"num_computed":1,"num_cached":0,"num_failed":0,"tokens":120,"num_evicted":0,"ms":9.1}\n\n'
-)

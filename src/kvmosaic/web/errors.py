@@ -96,10 +96,10 @@ def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {**known, "default": {"model": ErrorReply, "description": "Any other error, in the same shape."}}
 
 
-def streamed(description: str, example: str) -> dict[str, Any]:
+def streamed(description: str) -> dict[str, Any]:
     """The declared other form of a 200: server-sent events, each with a text of JSON (or [DONE]) as its data."""
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-    content = {"text/event-stream": {"itemSchema": event, "example": example}}
+    content = {"text/event-stream": {"itemSchema": event}}
     return {"description": description, "content": content}
 
 

@@ -157,23 +157,11 @@ MAX_UNKNOWN = 64
 """Maximum number of different unknown fields of one body; the same field in each of many messages counts once."""
 MAX_NAME_CHARACTERS = 64
 _LIKENESS = 0.8
-_MATTERING = (
-    *(
-        "documents",
-        "cache_salt",
-        "find_documents",
-        "preamble",
-        "companions",
-        "position_strategy",
-        "chunk_context",
-        "documents_order",
-        "repair",
-        "adapter",
-    ),
-    *("messages", "prompt", "input", "system", "instructions", "text", "title", "sees", "position_offset"),
-    *("cache_control", "prompt_cache_breakpoint", "tools", "tool_choice", "response_format", "structured_outputs"),
-    *("max_tokens", "max_completion_tokens", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop"),
-    *("stop_sequences", "window_tokens", "priority", "n"),
+_MATTERING = tuple(
+    "documents cache_salt find_documents preamble companions position_strategy chunk_context documents_order repair "
+    "adapter messages prompt input system instructions text title sees position_offset cache_control "
+    "prompt_cache_breakpoint tools tool_choice response_format structured_outputs max_tokens max_completion_tokens "
+    "max_output_tokens temperature top_p top_k seed stop stop_sequences window_tokens priority n".split()
 )
 """Fields whose loss changes who shares a cache, what the model reads, or what it answers."""
 _MEANT = {"salt": "cache_salt", "docs": "documents"}

@@ -54,13 +54,9 @@ from kvmosaic.web.sse import StreamForm, event, open_stream
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
 _PING = 'event: ping\ndata: {"type": "ping"}\n\n'
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-_EXAMPLE = (
-    'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
-    '"delta":{"type":"text_delta","text":" Oak Island"}}\n\n'
-)
 _STREAMED = {
     "description": "The answer, or its events.",
-    "content": {"text/event-stream": {"itemSchema": _EVENT, "example": _EXAMPLE}},
+    "content": {"text/event-stream": {"itemSchema": _EVENT}},
 }
 
 

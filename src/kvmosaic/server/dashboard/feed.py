@@ -30,8 +30,7 @@ from kvmosaic.server.dashboard.views import (
     tier_view,
     usage_view,
 )
-from kvmosaic.server.metrics.document_totals import DocumentTotals
-from kvmosaic.server.metrics.gauges import look_at_tiers
+from kvmosaic.server.metrics.gauges import DocumentTotals, look_at_tiers
 from kvmosaic.server.metrics.request_log import RequestLog, RequestRecord
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenant

@@ -9,8 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvmosaic.server.middleware.access_log import AccessLogMiddleware
-from kvmosaic.server.middleware.response_headers import ResponseHeadersMiddleware
+from kvmosaic.server.middleware.access_log import AccessLogMiddleware, ResponseHeadersMiddleware
 from kvmosaic.server.process.logs import PROBES
 from kvmosaic.server.tenants.access import Tenants, authorization_of
 from kvmosaic.web.errors import ApiError, reply_of_error

@@ -63,7 +63,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         ROUTE,
         response_model=ChatCompletion,
         response_model_exclude_unset=True,
-        responses={200: streamed("The answer, or its chunks.", _EXAMPLE), **error_replies()},
+        responses={200: streamed("The answer, or its chunks."), **error_replies()},
     )
     async def create_chat_completion(
         request: Request, body: ChatRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
@@ -235,12 +235,6 @@ class ChatWriter:
             return None
         entries = zip(token_ids, logprobs, strict=True)
         return ChatLogprobs(content=chat_logprobs(entries, number, self._token_bytes))
-
-
-_EXAMPLE = (
-    'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"reader",'
-    '"choices":[{"index":0,"delta":{"content":" Oak Island"},"finish_reason":null}]}\n\ndata: [DONE]\n\n'
-)
 
 
 def message_of(answer: ToolAnswer, *, is_old: bool) -> AnswerMessage:

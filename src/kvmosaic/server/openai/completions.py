@@ -137,7 +137,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         ROUTE,
         response_model=Completion,
         response_model_exclude_unset=True,
-        responses={200: streamed("The answers, or their chunks.", _EXAMPLE), **error_replies()},
+        responses={200: streamed("The answers, or their chunks."), **error_replies()},
     )
     async def create_completion(
         request: Request, body: CompletionRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
@@ -308,9 +308,3 @@ class CompletionWriter:
         if number is None or not logprobs:
             return None
         return text_logprobs(zip(token_ids, logprobs, strict=True), number, offset)
-
-
-_EXAMPLE = (
-    'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"reader","choices":[{"index":0,'
-    '"text":" Oak Island","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\ndata: [DONE]\n\n'
-)

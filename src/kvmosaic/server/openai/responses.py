@@ -65,7 +65,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         ROUTE,
         response_model=Response,
         response_model_exclude_unset=True,
-        responses={200: streamed("The answer, or its events.", _EXAMPLE), **error_replies()},
+        responses={200: streamed("The answer, or its events."), **error_replies()},
     )
     async def create_response(
         request: Request, body: ResponseRequest, tenant: Annotated[Tenant, Depends(current_tenant)]
@@ -259,9 +259,3 @@ class ResponseWriter:
 
 def _reasoning(text: str) -> ReasoningContent:
     return ReasoningContent(type="reasoning_text", text=text)
-
-
-_EXAMPLE = (
-    'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","item_id":"msg_1",'
-    '"output_index":0,"content_index":0,"delta":" Oak Island","logprobs":[],"sequence_number":4}\n\n'
-)

@@ -10,8 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope
 
-from kvmosaic.api.errors import ApiError, known_error
-from kvmosaic.prompt.ways_out import for_clients
+from kvmosaic.api.errors import ApiError, for_clients, known_error
 
 
 def api_error(error: Exception, places: Sequence[int] = ()) -> ApiError:
