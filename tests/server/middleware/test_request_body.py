@@ -192,7 +192,9 @@ def test_a_body_that_unpacks_to_too_much_is_refused_before_it_is_all_unpacked(se
     assert httpx.post(server.url + "/test/echo", json=[1]).json() == {"got": [1]}
 
 
-@pytest.mark.parametrize("content", [b"[1]", gzip.compress(b"[1]", mtime=0)[:-6], gzip.compress(b"[1]", mtime=0) + b"x"])
+@pytest.mark.parametrize(
+    "content", [b"[1]", gzip.compress(b"[1]", mtime=0)[:-6], gzip.compress(b"[1]", mtime=0) + b"x"]
+)
 def test_what_is_no_gzip_is_a_bad_request(server: RunningServer, content: bytes) -> None:
     reply = post_packed(server, content)
     assert reply.status_code == 400 and "the body is not gzip" in reply.json()["error"]["message"]

@@ -73,8 +73,7 @@ def test_streams_and_errors_are_declared(api, path):
     assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= set(responses)
     assert "422" not in responses
     assert set(responses["200"]["content"]) == {"application/json", "text/event-stream"}
-    events = re.findall(r"^data: (\{.*)$", responses["200"]["content"]["text/event-stream"]["example"], re.MULTILINE)
-    assert events and all(json.loads(event) for event in events)
+    assert "data" in responses["200"]["content"]["text/event-stream"]["itemSchema"]["properties"]
 
 
 @pytest.mark.parametrize("path", BODIES)
