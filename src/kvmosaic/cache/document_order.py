@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from kvmosaic.cache.kv_cache import KVCache
-from kvmosaic.cache.plan import Plan
 from kvmosaic.layout import Layout, arrange
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
@@ -38,7 +37,9 @@ def in_best_order(prompt: Prompt, layout: Layout, kv_cache: KVCache, *, moves_se
         after = replace(prompt.without_texts(), companions=tuple(companions[:place]), place=place)
         placed = arrange(after, layout.strategy, layout.chunk_context, moves_sections=moves_sections)
         placed = replace(placed, spans=placed.spans[:-1], adapter=layout.adapter)
-        missing.append(_missing(kv_cache.plan(placed, prompt.salt, prompt.tenant), len(documents)))
+        plan = kv_cache.plan(placed, prompt.salt, prompt.tenant)
+        computed = (span.num_to_compute for span in plan.spans if span.is_chunk)
+        missing.append([sum(islice(computed, len(chunks))) for chunks in documents])
     chosen = first_documents(missing)
     rest = (number for number in range(len(documents)) if number not in chosen)
     inner = [chunk for number in (*chosen, *rest) for chunk in documents[number]]
@@ -79,13 +80,3 @@ def _documents(prompt: Prompt) -> list[list[Segment]]:
         else:
             documents.append([chunk])
     return documents
-
-
-def _missing(plan: Plan, num_documents: int) -> list[int]:
-    missing = [0] * num_documents
-    number = -1
-    for span in plan.spans:
-        if span.is_chunk:
-            number += number < 0 or not plan.layout.spans[span.index].segment.continues
-            missing[number] += span.num_to_compute
-    return missing

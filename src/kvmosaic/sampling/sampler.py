@@ -89,8 +89,11 @@ class SamplingState:
             raise InvalidSampling(
                 f"logit_bias has the token id {max(biased)}; this model has the ids 0 to {vocab_size - 1}: leave it out"
             )
-        self.biased = torch.tensor(biased, dtype=torch.long, device=device)
-        self.biases = torch.tensor(list(params.biases.values()), dtype=torch.float32, device=device)
+        self.bias: tuple[Tensor, Tensor] | None = None
+        """Biased ids, and what is added to their logits."""
+        if biased:
+            added = torch.tensor(list(params.biases.values()), dtype=torch.float32, device=device)
+            self.bias = torch.tensor(biased, dtype=torch.long, device=device), added
         self._ending = torch.tensor(ending, dtype=torch.long, device=device)
         self.seen: Tensor | None = None
         self.counts: Tensor | None = None
@@ -121,7 +124,7 @@ class SamplingState:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is simply the largest logit."""
-        is_free = self.banned is None and self.matcher is None and not len(self.biased)
+        is_free = self.banned is None and self.matcher is None and self.bias is None
         return self.params.is_greedy and not self.params.has_penalties and is_free
 
 
@@ -168,8 +171,9 @@ def _sample_rows(logits: Tensor, states: list[SamplingState]) -> Tensor:
     """Samples token ids [R] for rows that need more than the largest logit."""
     logits = _within_grammars(logits, states)
     for row, state in enumerate(states):
-        if len(state.biased):
-            logits[row, state.biased] += state.biases
+        if state.bias is not None:
+            biased, added = state.bias
+            logits[row, biased] += added
     logits = _penalized(logits, states)
     for row, state in enumerate(states):
         if state.banned is not None and state.matcher is None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import openai
@@ -14,8 +15,21 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+@contextmanager
+def opened(server: RunningServer) -> Iterator[openai.OpenAI]:
     http = httpx.Client(timeout=60, trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with opened(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def calling(tool_server: RunningServer) -> Iterator[openai.OpenAI]:
+    """A client of the module's own server, whose model calls tools."""
+    with opened(tool_server) as client:
         yield client

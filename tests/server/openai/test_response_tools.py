@@ -44,14 +44,6 @@ def tool_server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def calling(tool_server: RunningServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(timeout=60, trust_env=False)
-    url = f"{tool_server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, *items: Any, **fields: Any) -> Any:
     asked = [{"role": "user", "content": QUESTION}, *items]
     given = {"input": asked, "tools": TOOLS, "max_output_tokens": 200, "parallel_tool_calls": False, **fields}

@@ -37,14 +37,6 @@ def tool_server(family: str) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def calling(tool_server: RunningServer) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(timeout=60, trust_env=False)
-    url = f"{tool_server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     given = {"model": "reader", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "seed": 5, **fields}
     return client.chat.completions.create(**given)

@@ -48,16 +48,12 @@ from kvmosaic.server.generation.tool_answers import Block, BlockAnswer, BlockSte
 from kvmosaic.server.generation.usage import UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallStart, ContentText, ReasoningText
+from kvmosaic.web.errors import streamed
 from kvmosaic.web.json_body import route_class, warn
 from kvmosaic.web.sse import StreamForm, event, open_stream
 
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
 _PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
-_STREAMED = {
-    "description": "The answer, or its events.",
-    "content": {"text/event-stream": {"itemSchema": _EVENT}},
-}
 
 
 def _error_event(error: ApiError, request_id: str) -> str:
@@ -75,7 +71,7 @@ def router(sources: PromptSources, runner: PromptRunner, threads: RequestThreads
         MESSAGES_ROUTE,
         response_model=MessageReply,
         response_model_exclude_unset=True,
-        responses={200: _STREAMED, **messages_error_replies()},
+        responses={200: streamed("The answer, or its events."), **messages_error_replies()},
     )
     async def create_message(
         request: Request, body: MessagesRequest, tenant: Annotated[Tenant, Depends(current_tenant)]

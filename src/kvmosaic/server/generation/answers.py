@@ -67,7 +67,7 @@ class GenerationRequest:
     ) -> GenerationRequest:
         """Builds the request from its prompts and sampling parameters."""
         prompts, params = read
-        warn(request, *dict.fromkeys(warning for each in prompts for warning in each.warnings))
+        warn(request, *(warning for each in prompts for warning in each.warnings))
         trace: RequestTrace | None = getattr(request.state, "trace", None)
         if trace is not None:
             trace.describe(route, body.model, params, stream=bool(body.stream))
