@@ -160,6 +160,10 @@ def rates(stage: Stage, name: str, config: dict[str, Any], shape: Shape) -> None
     for kind in ("one", "private", "shared"):
         with stage.part("decode", kind=kind, **about) as row:
             row |= decoding(stage, llm, source, shape, kind)
+        graphs, llm.engine.runner.graphs = llm.engine.runner.graphs, None
+        with stage.part("decode, launched one by one", kind=kind, **about) as row:
+            row |= decoding(stage, llm, source, replace(shape, answer=shape.answer // 2 + 1), kind)
+        llm.engine.runner.graphs = graphs
     with stage.part("step", **about) as row:
         row |= profiled(stage, llm, source, shape)
     if stage.device.type == "cuda":
@@ -224,10 +228,16 @@ def decoding(stage: Stage, llm: LLM, source: TokenSource, shape: Shape, kind: st
         documents = source.documents() if kind == "private" else source.shuffled(shared)
         documents = [document[:MAX_DECODED] for document in documents]
         prompts.append(Prompt.from_tokens(system, documents, source.question()))
-    asked(stage, llm, prompts, 1)
+    graphs = llm.engine.runner.graphs
+    for _ in range(1 if graphs is None else 3):  # the second time, steps of the same shape are captured
+        asked(stage, llm, prompts, 1 if graphs is None else shape.answer)
+    before = 0 if graphs is None else graphs.num_replays
     _, per_step, _ = asked(stage, llm, prompts, shape.answer)
     tokens = sum(chunk.num_tokens for chunk in prompts[0].chunks)
-    return {"requests": count, "seconds_per_step": per_step, "document_tokens_of_each": tokens}
+    found = {"requests": count, "seconds_per_step": per_step, "document_tokens_of_each": tokens}
+    if graphs is not None:
+        found |= {"replayed": graphs.num_replays - before, "of": shape.answer - 1, "problem": graphs.problem}
+    return found
 
 
 def profiled(stage: Stage, llm: LLM, source: TokenSource, shape: Shape) -> dict[str, Any]:
@@ -235,8 +245,10 @@ def profiled(stage: Stage, llm: LLM, source: TokenSource, shape: Shape) -> dict[
     documents = source.documents()
     system, question = source.system(), source.question()
     prompts = [Prompt.from_tokens(system, source.shuffled(documents), question) for _ in range(shape.readers)]
-    requests = [llm.engine.add_request(prompt, replace(GREEDY, max_tokens=8)) for prompt in prompts]
+    requests = [llm.engine.add_request(prompt, replace(GREEDY, max_tokens=16)) for prompt in prompts]
     while not all(request.first_token_time for request in requests):
+        llm.engine.step()
+    for _ in range(4):  # captured by then
         llm.engine.step()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if stage.device.type == "cuda":

@@ -371,7 +371,15 @@ def _build_runner(
     backend: AttentionBackend | None,
 ) -> StepRunner:
     if isinstance(model, LoadedModel):
-        return Runner(model, num_blocks, config.block_size, backend)
+        runner = Runner(model, num_blocks, config.block_size, backend)
+        if model.device.type == "cuda" and not model.has_bias and not engine_config.enforce_eager:
+            with suppress(ImportError):  # without Triton
+                from kvmosaic.attention.triton import TritonBackend
+                from kvmosaic.model.step_graphs import StepGraphs
+
+                if isinstance(backend, TritonBackend):
+                    runner.graphs = StepGraphs(model, runner.storages, backend)
+        return runner
     from kvmosaic.llama.runner import LlamaRunner
 
     return LlamaRunner(

@@ -102,7 +102,7 @@ def test_one_row_over_a_long_run_is_work_for_many_programs(dtype):
         layer_of(2, 64, 64, rotation_of("half", 64, 64)), [RowGroup(0, 1, 3000, reads)], 6, dtype, num_slots=2000
     )
     listed = work.list_work(plan_reads(world.groups, MaskSpec(), CPU), 3, 2, CPU)
-    assert [len(units) for units in listed.units.values()] == [11], "2,801 keys in walks of 256"
+    assert [len(units) for units in listed.units.values()] == [6], "2,801 keys in walks of 512"
     world.check(TritonBackend(), ALLOWED)
 
 
@@ -123,7 +123,7 @@ def test_readers_of_one_chunk_share_its_read_at_their_own_distances():
 
 
 def test_walks_grow_with_the_keys_until_programs_are_few_enough():
-    assert work.walk_length(100, 8) == work.walk_length(16_384, 8) == 256
+    assert work.walk_length(100, 8) == work.walk_length(16_384, 8) == 512
     assert work.walk_length(131_072, 8) == 2048, "64 walks of 8 programs"
     assert work.walk_length(131_072, 1024) == 131_072
 
@@ -309,7 +309,7 @@ for capability, dtype, dim, tile, cache, stored in [
     options = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
     kernel = build(attend_walks, kind, capability, constants, stored, **options)
     assert "mma" in kernel.asm["ptx"], "the tensor cores have work"
-    assert kernel.metadata.shared <= 99 * 1024, kernel.metadata.shared
+    assert kernel.metadata.shared <= (128 if capability == 90 else 99) * 1024, kernel.metadata.shared
 build(merge_walks, "*bf16", 80, dict(VALUE_DIM=80, BLOCK_VALUE=128, PARTS=16))
 """
 

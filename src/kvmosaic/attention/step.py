@@ -107,6 +107,15 @@ class Write:
     slots: Int[Tensor, " n"] | slice
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedReads:
+    """The reads of a step for one kind of mask, planned before the step, and its tables for each rotation."""
+
+    plan: ReadPlan
+    reader: PlanReader
+    tables: Mapping[Rotation, RotationTables]
+
+
 class StepAttention:
     """The receiver of every attention call of one forward."""
 
@@ -118,8 +127,9 @@ class StepAttention:
         writes: Sequence[Write],
         backend: AttentionBackend,
         table_cache: TableCache | None = None,
+        prepared: Mapping[MaskSpec, PreparedReads] | None = None,
     ) -> None:
-        """Prepares one forward; `table_cache` keeps rotation tables between forwards."""
+        """Prepares one forward; `table_cache` keeps rotation tables between forwards; what is `prepared` is used."""
         self.num_calls = 0
         """Layers called so far."""
         self._layers = layers
@@ -130,19 +140,17 @@ class StepAttention:
         self._backend = backend
         self._layer_backend = backend if isinstance(backend, LayerBackend) else None
         self._table_cache = TableCache() if table_cache is None else table_cache
-        self._plans: dict[MaskSpec, ReadPlan] = {}
-        self._tables: dict[tuple[MaskSpec, Rotation], RotationTables] = {}
-        self._readers: dict[MaskSpec, PlanReader] = {}
+        ready = prepared or {}
+        self._plans = {mask: reads.plan for mask, reads in ready.items()}
+        self._readers = {mask: reads.reader for mask, reads in ready.items()}
+        self._tables = {(mask, turn): tables for mask, reads in ready.items() for turn, tables in reads.tables.items()}
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
         index = call.layer_index
         self.num_calls += 1
-        for write in self._writes:
-            storage = self._storages[write.pool]
-            assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
-            storage.write(index, write.slots, call.key[write.rows], call.value[write.rows])
+        self._write(call)
         layer = self._layers[index]
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
@@ -158,6 +166,12 @@ class StepAttention:
         if call.sinks is not None:
             output = apply_sinks(output, lse, call.sinks)
         return output
+
+    def _write(self, call: AttentionCall) -> None:
+        for write in self._writes:
+            storage = self._storages[write.pool]
+            assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
+            storage.write(call.layer_index, write.slots, call.key[write.rows], call.value[write.rows])
 
     def _attend_all(
         self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]

@@ -108,6 +108,10 @@ class EngineConfig:
     enable_prefix_caching: bool = _engine(
         True, help="Keep the blocks of system texts, questions and answers for requests that begin alike."
     )
+    enforce_eager: bool = _engine(
+        False,
+        help="On a GPU, launch the kernels of decode steps one by one instead of replaying CUDA graphs.",
+    )
     num_threads: int | None = _engine(
         None,
         low=1,

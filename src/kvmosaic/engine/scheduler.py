@@ -227,7 +227,7 @@ class Scheduler:
         for sequence in self._answering(only):
             is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
-                self._schedule_spans(sequence, budget, step)
+                self._schedule_spans(sequence, budget, step, is_prefilled=True)
                 sequence.last_step = self._num_steps
         budget.keep_looks()
         wanting = self._wanting() if only is None else self._wanting() & set(only)
@@ -296,21 +296,27 @@ class Scheduler:
             self.start(sequence)
             self._schedule_spans(sequence, budget, step)
 
-    def _schedule_spans(self, sequence: Sequence, budget: StepBudget, step: Step) -> None:
-        """Adds work for the spans of a sequence, in order, as far as its tenant's budget allows."""
+    def _schedule_spans(
+        self, sequence: Sequence, budget: StepBudget, step: Step, *, is_prefilled: bool = False
+    ) -> None:
+        """Adds work for the spans of a sequence, in order, as far as its tenant's budget allows.
+
+        If its prompt is computed, only the last span has any.
+        """
         allocation = sequence.allocation
         assert allocation is not None
         if allocation.is_stale:
             # the request that computed one of its chunks dropped it: start over
             self.preempt(sequence)
             return
-        for index, span in enumerate(allocation.spans):
+        first = len(allocation.spans) - 1 if is_prefilled else 0
+        for index, span in enumerate(allocation.spans[first:], first):
             remaining = span.num_tokens - span.num_computed
             if not remaining or not span.can_advance:
                 continue
             seen = (allocation.spans[view.span] for view in sequence.request.layout.spans[index].views)
             count = min(remaining, budget.tokens_of(sequence.tenant))
-            if not count or not _are_computed(seen):
+            if not count or not (is_prefilled or _are_computed(seen)):
                 continue
             num_seen = len(sequence.request.layout.spans[index].views) + 1
             if count > 1 and sequence.window is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.lora import AdaptedRows, adapter_scope
 from kvmosaic.rope import TableCache
+
+if TYPE_CHECKING:
+    from kvmosaic.model.step_graphs import StepGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class Runner:
             pool: BlockStorage(model.layers, count, block_size, model.dtype, model.device)
             for pool, count in num_blocks.items()
         }
+        self.graphs: StepGraphs | None = None
+        """What replays steps that only decode, where there is one."""
         self._table_cache = TableCache()
 
     @property
@@ -136,6 +142,8 @@ class Runner:
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the pools' device memory; the contents of these blocks move to host memory."""
+        if self.graphs is not None:
+            self.graphs.clear()
         kept: Mapping[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
         for pool, storage in self.storages.items():
             storage.sleep(kept[pool])
@@ -179,6 +187,8 @@ class Runner:
         Raises:
             ModelError: a layer did not call our attention, so that it read no cached token.
         """
+        if self.graphs is not None and (logits := self.graphs.run(spans)) is not None:
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
         batch = flatten(spans, self.model.device)
         attention = self._attention(batch)
         logits = self._forward(batch, attention)

@@ -260,5 +260,39 @@ def merge_walks(
     tl.store(outputs + result * VALUE_DIM + dims, summed.to(outputs.dtype.element_ty), mask=is_dim)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def store_rows(
+    key,
+    value,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    keys,
+    values,
+    keys_row,
+    keys_head,
+    values_row,
+    values_head,
+    slots,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
+    """Program (t, g): copies key and value of row t, head g into slot `slots[t]`; nowhere if it is negative."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + row)
+    key_dims = tl.arange(0, BLOCK_KEY)
+    value_dims = tl.arange(0, BLOCK_VALUE)
+    is_key = (key_dims < KEY_DIM) & (slot >= 0)
+    is_value = (value_dims < VALUE_DIM) & (slot >= 0)
+    key_numbers = tl.load(key + row * key_row + head * key_head + key_dims, mask=is_key)
+    value_numbers = tl.load(value + row * value_row + head * value_head + value_dims, mask=is_value)
+    tl.store(keys + slot * keys_row + head * keys_head + key_dims, key_numbers, mask=is_key)
+    tl.store(values + slot * values_row + head * values_head + value_dims, value_numbers, mask=is_value)
+
+
 IS_INTERPRETED = not isinstance(attend_walks, triton.JITFunction)
 """Whether TRITON_INTERPRET was set when Triton was imported: kernels run on the CPU, slowly."""

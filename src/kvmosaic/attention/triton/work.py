@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -23,10 +24,11 @@ from kvmosaic.attention.reads import POOLS, Call, ReadPlan
 
 TILE_HEIGHTS = (16, 64, 128)
 """Rows times query heads per key head in one program. Tensor cores need at least 16."""
-MIN_WALK = 256
+MIN_WALK = 512
 """Min keys per walk: shorter ones would spend their time on writing and merging partial results."""
 MAX_PROGRAMS = 512
-"""max_programs for one set of rows, which bounds the number of walks: about four per core of a large GPU."""
+"""Max programs for one set of rows, which bounds the number of walks: about four per core of a large GPU. Those of tall
+tiles count twice, as they take twice the memory. Both numbers were the best of nine on an H200."""
 
 _ALL_SEEN = 1 << 40
 
@@ -64,9 +66,27 @@ def walk_length(num_keys: int, num_programs: int) -> int:
 
 
 def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> WorkList:
-    """The work of a plan for layers with `group` query heads on each of `num_kv_heads` key heads.
+    """The work of a plan on the device, in one upload; see `list_arrays`."""
+    segments, units, partial_slots, starts = list_arrays(plan, group, num_kv_heads)
+    flat = [part.reshape(-1) for part in (segments, *units.values(), partial_slots, starts)]
+    on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
+    return WorkList(
+        segments=on_device[0],
+        units={height: part.view(-1, 5) for height, part in zip(units, on_device[1:-2], strict=True)},
+        partial_slots=on_device[-2],
+        starts=on_device[-1],
+        is_direct=len(partial_slots) == plan.num_rows and bool((np.diff(starts) == 1).all()),
+    )
 
-    The split of a row's own runs depends on those runs and their readers alone, not on the rest of the step.
+
+Numbers = npt.NDArray[np.int64]
+
+
+def list_arrays(plan: ReadPlan, group: int, num_kv_heads: int) -> tuple[Numbers, dict[int, Numbers], Numbers, Numbers]:
+    """Segments, units, partial slots and starts (see `WorkList`) of a plan.
+
+    For layers with `group` query heads on each of `num_kv_heads` key heads. The split of a row's own runs depends on
+    those runs and their readers alone, not on the rest of the step.
     """
     segments: list[tuple[int, ...]] = []
     units: dict[int, list[tuple[int, ...]]] = {}
@@ -80,7 +100,7 @@ def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.devic
         num_rows = height // group
         tiles = range(0, len(rows), num_rows)
         num_keys = sum(plan.calls[number].num_tokens for number in numbers)
-        length = walk_length(num_keys, len(tiles) * num_kv_heads)
+        length = walk_length(num_keys, len(tiles) * num_kv_heads * (2 if height > TILE_HEIGHTS[0] else 1))
         for first, last in _walks(plan.calls, numbers, masks_before, length, segments):
             for tile in tiles:
                 count = min(num_rows, len(rows) - tile)
@@ -88,16 +108,11 @@ def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.devic
             owners.extend(rows)
     owner = np.array(owners, dtype=np.int64)
     starts = np.searchsorted(np.sort(owner), np.arange(plan.num_rows + 1))
-    parts = [segments, *units.values(), np.argsort(owner, kind="stable"), starts]
-    flat = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
-    # one upload for all arrays
-    on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
-    return WorkList(
-        segments=on_device[0],
-        units={height: part.view(-1, 5) for height, part in zip(units, on_device[1:-2], strict=True)},
-        partial_slots=on_device[-2],
-        starts=on_device[-1],
-        is_direct=len(owners) == plan.num_rows and bool((np.diff(starts) == 1).all()),
+    return (
+        np.array(segments, dtype=np.int64),
+        {height: np.array(listed, dtype=np.int64) for height, listed in units.items()},
+        np.argsort(owner, kind="stable"),
+        starts,
     )
 
 
@@ -116,9 +131,8 @@ def _walks(
         while done < call.num_tokens:
             count = min(room, call.num_tokens - done)
             seen = 1 - done if call.causal else _ALL_SEEN
-            mask = -1 if call.mask is None else masks_before[number] + done
-            pool = POOLS.index(call.pool)
-            segments.append((pool, call.first_slot + done, count, call.first, seen, mask, call.num_tokens))
+            mask, width = (-1, 0) if call.mask is None else (masks_before[number] + done, call.num_tokens)
+            segments.append((POOLS.index(call.pool), call.first_slot + done, count, call.first, seen, mask, width))
             done, room = done + count, room - count
             if not room:
                 walks.append((first, len(segments)))

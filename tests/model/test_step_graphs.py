@@ -1,0 +1,121 @@
+"""Replayed decode steps give what steps launched one by one give; what cannot be replayed is computed as before.
+
+On a CPU the kernels are interpreted and a stand-in captures: it runs the same forward again on the same buffer. With
+TRITON_INTERPRET=0 the same tests capture CUDA graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engines import build_engine, dense_logits, fragment, token_ids
+from support.families import build
+
+from kvmosaic import Prompt, SamplingParams
+from kvmosaic.model import LoadedModel
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux only", allow_module_level=True)
+
+from kvmosaic.attention.triton import TritonBackend, work
+from kvmosaic.model import step_graphs
+from kvmosaic.model.step_graphs import GraphCapture, StepGraphs
+
+DEVICE = torch.device("cpu" if TritonBackend.is_interpreted else "cuda")
+
+
+def run_again(function):
+    """Stands for a CUDA graph: the result stays where it is, and nothing but the buffer changes between runs."""
+    logits = function().clone()
+    return logits, lambda: logits.copy_(function())
+
+
+@pytest.fixture(autouse=True)
+def _small_rooms(monkeypatch):
+    """The interpreter takes as long for a program without work as for one with some."""
+    monkeypatch.setattr(step_graphs, "_LEAST_ROOM", 1)
+
+
+def with_graphs(model, *, capture=None, **options):
+    """Prompts are computed by torch, which takes less time than interpreted kernels."""
+    engine = build_engine(model, position_strategy="sequential", **options)
+    capture = capture or (run_again if DEVICE.type == "cpu" else GraphCapture(DEVICE))
+    engine.runner.graphs = StepGraphs(model, engine.runner.storages, TritonBackend(), capture)
+    return engine
+
+
+def prompts_over(num_prompts, *, seed=0, vocab=100, sizes=(7, 4, 9)):
+    """Documents in orders of their own, so that keys are moved, and questions of several lengths."""
+    chance = random.Random(seed)
+    documents = [[chance.randrange(5, vocab) for _ in range(size)] for size in sizes]
+    made = []
+    for number in range(num_prompts):
+        chance.shuffle(documents)
+        made.append(Prompt.from_tokens([5, 6, 7], list(documents), [chance.randrange(5, vocab)] * (number % 3 + 1)))
+    return made
+
+
+def ask(engine, prompts, max_tokens):
+    """Runs prompts at once, the first answers to the end; a request and its tokens of each."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    requests = engine.run([engine.add_request(prompt, params) for prompt in prompts])
+    assert not any(request.error for request in requests)
+    return requests, [token_ids(request) for request in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_replayed_steps_give_the_dense_logits(family):
+    """Windows, soft caps and sinks; three rows in a graph of four."""
+    model = LoadedModel.from_module(build(family, torch.float32).to(DEVICE))
+    prompts = prompts_over(3)
+    engine = with_graphs(model)
+    requests, tokens = ask(engine, prompts, 4)
+    graphs = engine.runner.graphs
+    if family == "gpt_oss" and DEVICE.type == "cuda":
+        assert "captur" in graphs.problem, "its experts are chosen on the host"
+    else:
+        assert (graphs.problem, graphs.num_replays) == ("", 2), "the first step of a shape is launched"
+    for row, (request, chosen) in enumerate(zip(requests, tokens, strict=True)):
+        expected = dense_logits(model, request.layout, chosen)
+        torch.testing.assert_close(engine.runner.logits[-1][row], expected[-1], atol=1e-4, rtol=0)
+        assert expected.argmax(-1).tolist() == chosen
+
+
+def planned(model, storages, steps):
+    """Shapes and numbers of decode steps, with and without what the step before has planned."""
+    grown, anew = (StepGraphs(model, storages, TritonBackend(), run_again) for _ in range(2))
+    for spans in steps:
+        grown._planned = grown._planned if grown._planned and grown._planned.grow(spans) else grown._plan(spans)
+        yield grown._planned, anew._plan(spans)
+
+
+@given(data=st.data(), walk=st.sampled_from([1, 4, 7, 64]))
+def test_a_plan_that_grows_is_that_of_the_next_step(data, walk):
+    """Answers that reach the ends of blocks, runs and walks, and requests that come and go."""
+    model = LoadedModel.from_module(build("llama", torch.float32))
+    engine = build_engine(model, position_strategy="sequential", block_size=data.draw(st.sampled_from([1, 3, 8])))
+    fragment(engine, data.draw(st.integers(0, 9)))
+    steps = []
+
+    def run(spans):
+        if all(map(step_graphs._decodes, spans)):
+            steps.append(list(spans))
+        return torch.zeros(sum(span.num_logits for span in spans), 128)
+
+    engine.runner.run = run
+    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+    for prompt, length in zip(prompts_over(len(lengths)), lengths, strict=True):
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "MIN_WALK", walk)
+        for grown, anew in planned(model, engine.runner.storages, steps):
+            assert grown.shape == anew.shape
+            assert all(map(np.array_equal, grown.parts, anew.parts))
