@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 for folder in ("tests", "benchmarks", "src"):
     sys.path.insert(0, str(ROOT / folder))
 
-STAGES = {"limits": 40.0, "numbers": 100.0, "graphs": 60.0, "engine": 150.0, "vllm": 330.0}
+STAGES = {"limits": 40.0, "numbers": 130.0, "graphs": 60.0, "engine": 180.0, "vllm": 330.0}
 """Seconds that each may take at most; the order is that of a run."""
 _GRACE_SECONDS = 5.0
 
@@ -120,8 +120,8 @@ def main() -> int:
         print(f"== {stage}: {report['stages'][stage]['ended']}", flush=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
         path.with_suffix(".md").write_text(written(report))
-    for path in scratch.iterdir():
-        path.unlink()
+    for part in scratch.iterdir():
+        part.unlink()
     scratch.rmdir()
     plot(report, path.with_suffix(".png"))
     print(written(report))

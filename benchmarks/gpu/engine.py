@@ -12,6 +12,7 @@ from support.engines import dense_logits
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu.report import LAUNCHED
 from benchmarks.gpu.stage import Stage
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, RequestOutput, SamplingParams
 from kvmosaic.attention import BackendName
@@ -161,7 +162,7 @@ def rates(stage: Stage, name: str, config: dict[str, Any], shape: Shape) -> None
         with stage.part("decode", kind=kind, **about) as row:
             row |= decoding(stage, llm, source, shape, kind)
         graphs, llm.engine.runner.graphs = llm.engine.runner.graphs, None
-        with stage.part("decode, launched one by one", kind=kind, **about) as row:
+        with stage.part(LAUNCHED, kind=kind, **about) as row:
             row |= decoding(stage, llm, source, replace(shape, answer=shape.answer // 2 + 1), kind)
         llm.engine.runner.graphs = graphs
     with stage.part("step", **about) as row:

@@ -22,7 +22,7 @@ from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, rotate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TESTS = ("tests/attention/test_triton.py", "tests/attention/test_triton_paged.py")
+TESTS = ("tests/attention/test_triton.py", "tests/attention/test_triton_paged.py", "tests/model/test_step_graphs.py")
 ROOT = Path(__file__).parents[2]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.facts import commit
 
+LAUNCHED = "decode, launched one by one"
+"""The part that decodes without CUDA graphs."""
 _FACTS = """
 import json, platform, torch
 found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu", "cuda": torch.version.cuda}
@@ -68,6 +70,12 @@ def headlines(stages: Mapping[str, Any]) -> Iterator[str]:
         if kind == "shared" and "seconds_per_step" in row and "seconds_per_step" in private:
             ratio = private["seconds_per_step"] / row["seconds_per_step"]
             yield f"{model}: a step of {row['requests']} requests, documents of their own / shared: {ratio:.2f}x"
+    for row in rows:
+        replayed = decoded.get((row.get("model"), row.get("kind")), {})
+        if row["part"] == LAUNCHED and "seconds_per_step" in row and "seconds_per_step" in replayed:
+            ratio = row["seconds_per_step"] / replayed["seconds_per_step"]
+            about = f"{row['model']}: a step of {row['requests']} (documents: {row['kind']})"
+            yield f"{about}, launched one by one / replayed: {ratio:.1f}x"
     for part, documents, engine, ratio in vllm_ratios(rows):
         yield f"{documents}, {part}: vLLM / {engine}: {ratio:.2f}x"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -69,6 +70,7 @@ def ask(engine, prompts, max_tokens):
     return requests, [token_ids(request) for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_replayed_steps_give_the_dense_logits(family):
     """Windows, soft caps and sinks; three rows in a graph of four."""
@@ -87,6 +89,11 @@ def test_replayed_steps_give_the_dense_logits(family):
         assert expected.argmax(-1).tolist() == chosen
 
 
+@cache
+def small_model():
+    return LoadedModel.from_module(build("llama", torch.float32))
+
+
 def planned(model, storages, steps):
     """Shapes and numbers of decode steps, with and without what the step before has planned."""
     grown, anew = (StepGraphs(model, storages, TritonBackend(), run_again) for _ in range(2))
@@ -98,7 +105,7 @@ def planned(model, storages, steps):
 @given(data=st.data(), walk=st.sampled_from([1, 4, 7, 64]))
 def test_a_plan_that_grows_is_that_of_the_next_step(data, walk):
     """Answers that reach the ends of blocks, runs and walks, and requests that come and go."""
-    model = LoadedModel.from_module(build("llama", torch.float32))
+    model = small_model()
     engine = build_engine(model, position_strategy="sequential", block_size=data.draw(st.sampled_from([1, 3, 8])))
     fragment(engine, data.draw(st.integers(0, 9)))
     steps = []
@@ -109,7 +116,7 @@ def test_a_plan_that_grows_is_that_of_the_next_step(data, walk):
         return torch.zeros(sum(span.num_logits for span in spans), 128)
 
     engine.runner.run = run
-    lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=5))
+    lengths = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
     for prompt, length in zip(prompts_over(len(lengths)), lengths, strict=True):
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
     while engine.has_unfinished_requests:
@@ -119,3 +126,41 @@ def test_a_plan_that_grows_is_that_of_the_next_step(data, walk):
         for grown, anew in planned(model, engine.runner.storages, steps):
             assert grown.shape == anew.shape
             assert all(map(np.array_equal, grown.parts, anew.parts))
+
+
+def failing(function):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def drifting(function):
+    logits = function().clone()
+    return logits, lambda: logits.mul_(1.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capture", "problem"), [(failing, "not permitted"), (drifting, "replayed logits of 1 rows")])
+def test_what_cannot_be_captured_runs_launch_by_launch(capture, problem, caplog):
+    """A forward that waits for the device, and one that a replay computes otherwise: right answers, said once."""
+    model = LoadedModel.from_module(build("llama", torch.float32).to(DEVICE))
+    prompts = prompts_over(1)
+    engine = with_graphs(model, capture=capture)
+    _, tokens = ask(engine, prompts, 5)
+    assert tokens == ask(build_engine(model, position_strategy="sequential"), prompts, 5)[1]
+    assert problem in engine.runner.graphs.problem and caplog.text.count("not replayed") == 1
+    assert engine.runner.graphs.num_replays == 0
+
+
+def test_shapes_are_rounded_up():
+    assert [step_graphs.rounded(count) for count in (1, 3, 5, 8, 9, 11, 17, 33, 512)] == [
+        1,
+        4,
+        5,
+        8,
+        10,
+        12,
+        20,
+        40,
+        512,
+    ]
+    assert all(count <= step_graphs.rounded(count) <= 1.25 * count + 1 for count in range(1, 600))
+    assert step_graphs.room_for(0) == 0 and all(step_graphs.room_for(count) >= count for count in range(1, 600))

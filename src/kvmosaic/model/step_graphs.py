@@ -71,7 +71,7 @@ class StepGraphs:
         backend: TritonBackend,
         capture: Capture | None = None,
     ) -> None:
-        """Captures nothing yet; `capture` is a `GraphCapture`, or what stands for it where there is no GPU."""
+        """Captures nothing yet; `capture` is a `GraphCapture`, or a twin for machines without a GPU."""
         self.problem = ""
         """Why no step is replayed any more; empty: they are."""
         self.num_replays = 0
@@ -358,7 +358,7 @@ def _of_rows(spans: Sequence[SpanRows], num_rows: int) -> list[Numbers]:
 
 
 def _tails(segments: Numbers, spans: Sequence[SpanRows]) -> Numbers:
-    """In flat segments, the places of the lengths of those that end with the slots of rows."""
+    """In flat segments, the places of the lengths of runs that end with the slots of rows."""
     request = POOLS.index("request")
     ends = {
         first + count: number for number, (pool, first, count) in enumerate(segments[:, :3].tolist()) if pool == request
@@ -376,7 +376,7 @@ def _room_in_walks(plan: ReadPlan) -> int:
 
 
 def rounded(count: int) -> int:
-    """The next of 1, 2, 4, 8, 10, 12, 14, 16, 20, …: four numbers between powers of two."""
+    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, …: four from one power of two to the next."""
     bits = (count - 1).bit_length()
     step = 1 << max(0, bits - 3)
     return 1 << bits if count <= 4 else -(-count // step) * step
