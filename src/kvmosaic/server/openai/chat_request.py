@@ -33,6 +33,7 @@ from kvmosaic.server.openai.tool_fields import (
     CallFields,
     Calls,
     Functions,
+    AllowedChoice,
     NamedChoice,
     NamedFunction,
     ToolChoiceField,
@@ -214,7 +215,7 @@ class ChatRequest(ChoiceFields, ChatFields):
         choice: Any = self.tool_choice if self.function_call is None else self.function_call
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
-        elif isinstance(choice, NamedChoice):
+        elif isinstance(choice, NamedChoice | AllowedChoice):
             choice = choice.model_dump()
         return read_tool_request(self.plain_tools(), choice, False if self.functions else self.parallel_tool_calls)
 
