@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -48,6 +48,7 @@ from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.segment import has_segments
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import (
     AnswerReader,
@@ -242,7 +243,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list: texts (ordinary prompts, unless `chunk_cache_config` names a separator),
-                `Prompt`s, lists of token ids, or mappings with "prompt" or "prompt_token_ids".
+                `Prompt`s, lists of chunk handles and texts (a `Prompt` each), lists of token ids, or mappings with
+                "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
             priority: for all prompts, or one per prompt, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one, for these prompts.
@@ -292,8 +294,8 @@ class LLM:
             tools: [{"type": "function", "function": {"name", "description", "parameters"}}] as OpenAI's API has them,
                 or functions with type hints and docstrings; the same for all conversations. Calls are in
                 `CompletionOutput.tool_calls`.
-            tool_choice: "auto" (the default), "none", "required", or
-                {"type": "function", "function": {"name": ...}}.
+            tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}}, or
+                {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}.
             parallel_tool_calls: whether an answer may hold several calls.
             salt: tenant salt; conversations with different salts share nothing.
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
@@ -377,7 +379,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Prompt | Messages,
+        prompt: str | Prompt | Sequence[Any],
         sampling_params: SamplingParams | None = None,
         *,
         documents: Documents | None = None,
@@ -403,7 +405,7 @@ class LLM:
         how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
         params = sampling_params or SamplingParams()
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
-        if isinstance(prompt, str | Prompt):
+        if isinstance(prompt, str | Prompt) or has_segments(prompt):
             if reader is not None:
                 raise InvalidTools(
                     "tools go with a conversation; give messages instead of a prompt, or leave tools out"
@@ -411,7 +413,7 @@ class LLM:
             encoded = self._encoder_for(sampling_params).beside(companions).encode(prompt, salt=salt, **how)
         else:
             encoded = self.compose(
-                prompt,
+                cast("Messages", prompt),
                 documents=documents,
                 tools=None if reader is None else reader.tools,
                 salt=salt,
@@ -511,7 +513,7 @@ class LLM:
 
     def plan(
         self,
-        prompt: str | Prompt,
+        prompt: str | Prompt | Sequence[Any],
         *,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,

@@ -80,10 +80,8 @@ class WarmRequest(WarmOptions, DocumentFields):
 
     ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
 
-    def chosen(
-        self, stored_ids: Callable[[], Iterable[str]]
-    ) -> tuple[Mapping[int, Document | str], tuple[str, ...]]:
-        """Ids of stored documents and texts by their places, and warnings; `stored_ids` returns those of all stored ones.
+    def chosen(self, stored_ids: Callable[[], Iterable[str]]) -> tuple[Mapping[int, Document | str], tuple[str, ...]]:
+        """Ids of stored documents, and texts, by place; and warnings. `stored_ids` returns the ids of all stored ones.
 
         As in a prompt, blank texts and repeats are left out, and other texts of one id get names of their own.
 

@@ -29,11 +29,11 @@ from kvmosaic.server.openai.request_fields import (
     ChoiceFields,
 )
 from kvmosaic.server.openai.tool_fields import (
+    AllowedChoice,
     CalledFunction,
     CallFields,
     Calls,
     Functions,
-    AllowedChoice,
     NamedChoice,
     NamedFunction,
     ToolChoiceField,

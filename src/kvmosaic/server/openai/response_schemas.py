@@ -148,7 +148,7 @@ class ResponseRequest(SharedFields):
         Raises:
             InvalidTools: tools that cannot be called, or a choice that does not go with them.
         """
-        choice = self.tool_choice
+        choice: Any = self.tool_choice
         choice = choice if choice is None or isinstance(choice, str) else choice.plain()
         return read_tool_request([tool.plain() for tool in self.tools or ()], choice, self.parallel_tool_calls)
 
