@@ -200,7 +200,7 @@ class QuotaInUse(OutOfBlocks):
     """A tenant's running requests hold all that it may have; others need not wait for them."""
 
 
-class ChunkCacheFull(CacheError):
+class ChunkCacheFull(CacheError, MemoryError):
     """A chunk that cannot fit, even after eviction."""
 
 

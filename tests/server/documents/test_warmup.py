@@ -57,7 +57,12 @@ def test_warmed_document_is_reused_by_the_first_request(alpha: Client) -> None:
 
 
 def test_bad_documents_spoil_no_list_of_them(alpha: Client) -> None:
-    parts = [" ", {"id": "m", "text": "One."}, {"id": "m", "text": "Two.\0", "sees": ["n"]}, {"id": "m", "text": "One."}]
+    parts = [
+        " ",
+        {"id": "m", "text": "One."},
+        {"id": "m", "text": "Two.\0", "sees": ["n"]},
+        {"id": "m", "text": "One."},
+    ]
     alpha.store("x")
     reply = alpha.post("/v1/documents:warm", json={"ids": ["x"], "documents": parts})
     assert [(each["index"], each["id"]) for each in reply.json()["data"]] == [(0, "x"), (2, "m"), (3, "m#2")]
