@@ -87,7 +87,7 @@ def test_a_chunk_may_be_seen_by_its_name():
     [
         ([(), ()], "documents do not see each other"),
         ([(), [0]], "documents saw everything before them"),
-        ([(), [0], ()], "documents see only those that they name in sees"),
+        ([(), [0], ()], "documents see only the ones named in sees"),
     ],
 )
 def test_the_composition_says_what_documents_see(sees, told):

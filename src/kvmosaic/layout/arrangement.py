@@ -194,7 +194,7 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
     apart, exact = "documents do not see each other", exact_spans(layout)
     chunks = [index for index, span in enumerate(layout.spans) if span.is_chunk]
     if any(layout.spans[view.span].is_chunk for index in chunks for view in layout.spans[index].views):
-        apart = "documents see only those that they name in sees"
+        apart = "documents see only the ones named in sees"
         apart = "documents saw everything before them" if exact.issuperset(chunks) else apart
     if (index := layout.repair) is not None:
         apart += f", but for {layout.spans[index].num_tokens} repaired tokens"

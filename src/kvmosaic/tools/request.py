@@ -237,7 +237,7 @@ def _read_choice(choice: object, names: Sequence[str]) -> ToolChoice:
 
 
 def _read_allowed(given: Any, names: Sequence[str]) -> ToolChoice:
-    """A choice of some tools; those that are no functions, which nobody can call here, are left out."""
+    """A choice of some tools. Tools of other types are left out, since only functions can be called here."""
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or isinstance(tools, str):
         raise InvalidTools(
