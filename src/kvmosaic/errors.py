@@ -290,6 +290,10 @@ class DocumentStoreUnavailable(DocumentError):
     """The database of stored documents does not answer, or cannot be written to."""
 
 
+class DocumentDamaged(DocumentError):
+    """A stored text is not what was stored."""
+
+
 class ModelError(KVMosaicError):
     """The model cannot be used as asked."""
 

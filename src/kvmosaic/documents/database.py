@@ -10,10 +10,11 @@ clock       seconds that have passed for times to live; not moved by changes of 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -33,10 +34,12 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    TypeDecorator,
     create_engine,
     event,
     func,
     insert,
+    inspect,
     select,
     update,
 )
@@ -61,6 +64,26 @@ _NETWORK_LIMITS = {"tcp_user_timeout": 30_000, "keepalives_idle": 30, "keepalive
 """Of connections to PostgreSQL: a machine that has vanished is noticed in half a minute, not a quarter of an hour."""
 _TABLES = MetaData()
 
+
+class _Metadata(TypeDecorator[Any]):
+    """JSON that hides no other row where it is damaged."""
+
+    impl, cache_ok = JSON, True
+
+    def result_processor(self, dialect: Any, coltype: Any) -> Callable[[Any], Any]:
+        """Reads a value."""
+        read = super().result_processor(dialect, coltype) or (lambda value: value)
+
+        def tolerant(value: Any) -> Any:
+            try:
+                found = read(value)
+            except ValueError:
+                found = None
+            return found if isinstance(found, dict) else {"damaged": "the metadata cannot be read; store it again"}
+
+        return tolerant
+
+
 DOCUMENTS = Table(
     "kvmosaic_documents",
     _TABLES,
@@ -70,7 +93,7 @@ DOCUMENTS = Table(
     Column("version", Integer, nullable=False),
     Column("change", BigInteger, nullable=False),
     Column("text_number", BigInteger, nullable=False),
-    Column("metadata", JSON, nullable=False),
+    Column("metadata", _Metadata, nullable=False),
     Column("created_at", Float(53), nullable=False),
     Column("updated_at", Float(53), nullable=False),
     Column("ttl_seconds", Integer),
@@ -99,9 +122,11 @@ TEXTS = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("title", String),
     Column("text", LargeBinary, nullable=False),
+    Column("checksum", BigInteger),
     Index("kvmosaic_document_texts_by_expiry", "expires_at"),
 )
-"""`version` is the first version of the document with this text; `expires_at` is null for the current text."""
+"""`version` is the first version of the document with this text; `expires_at` is null for the current text. The
+`checksum` is of title and text; null: written before there were checksums."""
 
 DELETED = Table(
     "kvmosaic_deleted_documents",
@@ -254,6 +279,8 @@ class DocumentDatabase:
             if not self.is_sqlite:  # of several servers that start at once, one creates the tables
                 connection.execute(select(func.pg_advisory_xact_lock(SCHEMA_VERSION, 0x6B766D)))
             _TABLES.create_all(connection)
+            if "checksum" not in {column["name"] for column in inspect(connection).get_columns(TEXTS.name)}:
+                connection.exec_driver_sql(f"ALTER TABLE {TEXTS.name} ADD COLUMN checksum BIGINT")
             known = connection.execute(select(_CLOCK.c.schema_version)).scalar_one_or_none()
             if known is None:
                 connection.execute(insert(_CLOCK).values(schema_version=SCHEMA_VERSION, **_clock_row(time.time())))
@@ -305,7 +332,8 @@ def document_place(folder: str | None, url: str | None) -> Path | str | None:
         return None if folder == NO_FOLDER else Path(folder).expanduser()
     usual = user_data_path("kvmosaic") / "documents"
     try:
-        usual.mkdir(parents=True, exist_ok=True)
+        usual.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usual.chmod(0o700)
         with tempfile.TemporaryFile(dir=usual):
             return usual
     except OSError as error:
@@ -320,9 +348,13 @@ def document_place(folder: str | None, url: str | None) -> Path | str | None:
 def _url_of(place: Path | str) -> URL:
     if isinstance(place, Path):
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(place / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise InvalidConfig(_cannot_write(place, error.strerror or str(error))) from None
+        for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):  # SQLite creates the others like the first
+            with suppress(OSError):  # there is none, or another user is its owner
+                (place / name).chmod(0o600)
         return URL.create("sqlite", database=str(place.absolute() / FILE_NAME))
     try:
         url = make_url(place)
@@ -347,6 +379,7 @@ def _open_sqlite(url: URL) -> Engine:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")  # what was acknowledged is on the disk
         connection.execute("PRAGMA secure_delete=ON")  # what was deleted is not
+        connection.text_factory = lambda damaged: damaged.decode(errors="replace")
         connection.create_function("lower", 1, _lower, deterministic=True)  # SQLite's own knows ASCII only
 
     @event.listens_for(engine, "begin")
