@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import event
 from support.programs import installed
 
-from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, document_place
+from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, database, document_place
 from kvmosaic.documents.database import FILE_NAME, SCHEMA_VERSION
 from kvmosaic.errors import (
     DocumentDamaged,
@@ -149,6 +149,29 @@ def test_a_damaged_text_costs_its_document_only(tmp_path: Path, damage: str) -> 
         opened.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_full_disk_is_emptied_by_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "RESERVE_BYTES", 2**19)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with closing(DocumentStore(tmp_path, version_seconds=0)) as store:
+            with pytest.raises(DocumentStoreUnavailable, match="full"):
+                for number in range(200):
+                    store.create(TENANT, DocumentDraft(f"{number}" + "x" * 20_000), f"{number}")
+            assert number > 10 and shutil.disk_usage(tmp_path).free < 2**19
+            assert store.get(TENANT, "1").content.text.startswith("1x")
+            for each in range(number):
+                store.delete(TENANT, f"{each}")
+            store.create(TENANT, DocumentDraft("y" * 20_000), "new")
+        with closing(DocumentStore(tmp_path)) as store:
+            assert store.get(TENANT, "new").version == 1 and shutil.disk_usage(tmp_path).free > 2**19
+            store.check_invariants()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
 def test_texts_of_before_there_were_checksums_are_read(tmp_path: Path) -> None:
     with closing(DocumentStore(tmp_path)) as store:
         store.create("t", DocumentDraft("The ferry."), "a")
@@ -165,8 +188,8 @@ def test_nobody_else_reads_the_files(tmp_path: Path) -> None:
         (folder / FILE_NAME).chmod(0o644)  # as an earlier version left it
     with closing(DocumentStore(folder)) as store:
         store.create("t", DocumentDraft("The mill."), "b")
-        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-        assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 3
+        assert {path.stat().st_mode & 0o777 for path in folder.glob(f"{FILE_NAME}*")} == {0o600}
+        assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 4
 
 
 def test_stores_of_one_database_see_each_others_changes_at_once(place: Path | str, tenant: str) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -51,6 +53,9 @@ from sqlalchemy.pool import StaticPool
 from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig
 
 FILE_NAME = "documents.sqlite3"
+RESERVE_NAME = "documents.reserve"
+RESERVE_BYTES = 2**23
+"""Of a disk: documents are stored as long as they leave so much, which deletions use."""
 SCHEMA_VERSION = 1
 NO_FOLDER = "none"
 """The `documents_dir` of documents in memory."""
@@ -186,6 +191,7 @@ class DocumentDatabase:
         """Held during a write; for a database in memory, which has one connection, during a read, too."""
         self._name = str(place) if isinstance(place, Path) else "memory" if place is None else "the database"
         url = URL.create("sqlite") if place is None else _url_of(place)
+        self._reserve = place / RESERVE_NAME if isinstance(place, Path) else None
         self.is_sqlite = url.get_backend_name() == "sqlite"
         self._clock_due = 0.0
         try:
@@ -194,6 +200,7 @@ class DocumentDatabase:
         except SQLAlchemyError as error:
             raise InvalidConfig(_cannot_open(place, url, error)) from None
         self._clock = self._open_clock()
+        self._fill_reserve()
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -219,12 +226,13 @@ class DocumentDatabase:
                 self._lock.release()
 
     @contextmanager
-    def write(self, tenant: str | None, *, is_short: bool = False) -> Iterator[Connection]:
+    def write(self, tenant: str | None, *, is_short: bool = False, frees: bool = False) -> Iterator[Connection]:
         """The only connection that changes documents of this tenant; an error undoes all changes.
 
         Args:
             tenant: None: nothing of a tenant is changed.
             is_short: whether to wait for a busy database for `SHORT_SECONDS` only.
+            frees: whether it makes room, and may use the reserve of a full disk.
 
         Raises:
             DocumentStoreUnavailable: the database does not answer, is locked for half a minute, or its disk is full.
@@ -234,7 +242,10 @@ class DocumentDatabase:
             raise DocumentStoreUnavailable(
                 f"the stored documents were being written to for {seconds:g} s; try again later"
             )
+        uses_reserve = frees and self._is_full()
         try:
+            if uses_reserve and self._reserve is not None:
+                self._reserve.unlink(missing_ok=True)
             with self._writing(seconds).begin() as connection:
                 if is_short and not self.is_sqlite:
                     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {round(seconds * 1e3)}")
@@ -244,12 +255,33 @@ class DocumentDatabase:
         except DBAPIError as error:
             raise self._unavailable(error) from None
         finally:
+            if uses_reserve:
+                self._shrink()
+                self._fill_reserve()
             self._lock.release()
+
+    def _is_full(self) -> bool:
+        """Whether the disk of the documents has little room."""
+        return self._reserve is not None and shutil.disk_usage(self._reserve.parent).free < RESERVE_BYTES
+
+    def _fill_reserve(self) -> None:
+        """Takes room on the disk that nothing but a deletion gets, as far as there is some."""
+        if self._reserve is not None:
+            with suppress(OSError), self._reserve.open("ab") as file:
+                file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
+
+    def _shrink(self) -> None:
+        """Gives the disk back what deleted documents took."""
+        raw = self._engine.raw_connection()
+        with suppress(sqlite3.Error), closing(raw):
+            for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
+                raw.cursor().execute(f"PRAGMA {pragma}").fetchall()
 
     def save_clock(self, *, is_short: bool = False) -> None:
         """Saves how much time has passed, if that is due."""
         if self.is_shared and self.is_sqlite and time.monotonic() >= self._clock_due:
             self._clock_due = time.monotonic() + _CLOCK_SECONDS
+            self._shrink()
             with self.write(None, is_short=is_short) as connection:
                 connection.execute(update(_CLOCK).values(_clock_row(self._clock())))
 
@@ -376,6 +408,7 @@ def _open_sqlite(url: URL) -> Engine:
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # transactions begin below
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")  # what was acknowledged is on the disk
         connection.execute("PRAGMA secure_delete=ON")  # what was deleted is not

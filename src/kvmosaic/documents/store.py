@@ -390,7 +390,7 @@ class DocumentStore:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
         """
-        with self._changes(tenant) as (changes, connection):
+        with self._changes(tenant, frees=True) as (changes, connection):
             row = self._head(connection, tenant, document_id, match)
             changes.remove(row)
         with self._lock:
@@ -444,7 +444,7 @@ class DocumentStore:
             }
         num_documents = 0
         for name in due if tenant is None else due & {tenant}:
-            with self._changes(name, is_short=is_short) as (changes, _):
+            with self._changes(name, is_short=is_short, frees=True) as (changes, _):
                 num_documents += changes.num_expired
         return num_documents
 
@@ -533,9 +533,11 @@ class DocumentStore:
                 assert {text.id for text in texts} == {row.id for row in rows}
 
     @contextmanager
-    def _changes(self, tenant: str, *, is_short: bool = False) -> Iterator[tuple[TenantChanges, Connection]]:
+    def _changes(
+        self, tenant: str, *, is_short: bool = False, frees: bool = False
+    ) -> Iterator[tuple[TenantChanges, Connection]]:
         """A transaction that begins by removing what has expired; texts are superseded once it is on the disk."""
-        with self._database.write(tenant, is_short=is_short) as connection:
+        with self._database.write(tenant, is_short=is_short, frees=frees) as connection:
             changes = TenantChanges(
                 connection,
                 tenant,
