@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvmosaic import LLM, ChunkCacheConfig, KVPiece, composed_attention
+from kvmosaic import LLM, ChunkCacheConfig, KVPiece, Prompt, SamplingParams, Segment, SegmentKind, composed_attention
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.attention import Piece
 from kvmosaic.chunks import ChunkHandle
-from kvmosaic.errors import EngineAsleep, InvalidConfig, UnknownChunk
+from kvmosaic.errors import EngineAsleep, InvalidConfig, InvalidOffset, InvalidPrompt, InvalidTokenId, UnknownChunk
 
 NEAR = {"rtol": 0, "atol": 1e-4}
 SYSTEM, TOWN, SHIP = list(range(50, 63)), list(range(100, 140)), list(range(200, 217))
@@ -109,3 +113,37 @@ def test_sleeping_engine_has_no_keys_to_show(llm: LLM, town: ChunkHandle) -> Non
         llm.chunks.get_kv(town, 0)
     llm.wake()
     assert len(llm.chunks.get_kv(town, 0)[0]) == len(TOWN)
+
+
+@pytest.mark.parametrize("ids", [list, torch.tensor, np.array, partial(array, "i"), iter])
+def test_a_segment_takes_any_whole_numbers(ids: Callable[[list[int]], Any]) -> None:
+    assert Segment(SegmentKind.CHUNK, ids(TOWN)) == Segment(SegmentKind.CHUNK, tuple(TOWN))
+
+
+@pytest.mark.parametrize("ids", [[1.5], torch.tensor([[1]]), "text", [TOWN]])
+def test_a_segment_refuses_other_tokens_at_once(ids: Any) -> None:
+    with pytest.raises(InvalidTokenId, match="token ids must be whole numbers"):
+        Segment(SegmentKind.CHUNK, ids)
+
+
+def test_handles_and_texts_are_a_prompt(llm: LLM) -> None:
+    parts = [llm.chunks.create(text, name=text, system="Answer.") for text in ("Ann sings.", "Bob runs.")]
+    asked = ["Answer.", parts[1], "Next:", parts[0], "Who runs?"]
+    prompt = Prompt(asked)  # type: ignore[arg-type]
+    assert [segment.kind for segment in prompt.segments] == ["system", "chunk", "text", "chunk", "question"]
+    assert [segment.name for segment in prompt.chunks] == ["Bob runs.", "Ann sings."]
+    short = SamplingParams(max_tokens=1)
+    for one in (asked, tuple(asked), [asked], prompt):
+        (output,) = llm.generate(one, short)
+        actions = [segment.action for segment in output.reuse.segments if segment.kind == "chunk"]
+        assert actions == ["reused", "moved"]
+    assert next(iter(llm.stream(asked, short))).reuse.reused_tokens and llm.plan(asked).reused_tokens
+    for wrong in ("text", 3, [parts[0], 3], []):
+        with pytest.raises(InvalidPrompt, match="list of segments, chunk handles and texts"):
+            Prompt(wrong)  # type: ignore[arg-type]
+
+
+def test_an_offset_before_the_end_of_the_bos_token_names_it(llm: LLM) -> None:
+    with pytest.raises(InvalidOffset, match="the BOS token of this model ends at 1; use an offset of at least 1, or"):
+        llm.chunks.create("Ann sings.", position_offset=0)
+    assert llm.chunks.create(TOWN, position_offset=0).position_offset == 0

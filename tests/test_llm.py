@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -471,6 +472,7 @@ def test_parts_of_split_documents_count_as_documents(model):
         llm.generate("s ## " + "word " * 60 + " ## q", GREEDY)
 
 
+@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
 def test_long_documents_are_split_by_configuration(model):
     with make(model, max_chunk_tokens=64, long_chunks="split") as llm:
         (output,) = llm.generate("system ## " + "word " * 100 + " ## question", GREEDY)
@@ -515,6 +517,7 @@ def test_a_backend_and_a_policy_of_ones_own_are_used(model):
         LLM(model, chunk_cache_config={"chunk_cache_size": "1MiB"})
 
 
+@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
 def test_split_documents_fit_beside_the_system_prompt_and_the_question(model):
     with make(model, long_chunks="split", chunk_cache_size="8MiB") as llm:
         (output,) = llm.generate("system ## " + "word " * 4000 + " ## question", GREEDY)
@@ -549,7 +552,62 @@ def test_statistics_are_logged_when_asked_for(model, caplog):
     caplog.set_level("INFO", logger="kvmosaic")
     with make(model, log_stats_seconds=1e-6) as llm:
         llm.generate(TEXT, GREEDY)
-    assert "hit_rate" in caplog.text or "lookups" in caplog.text
+    told = next(record.getMessage() for record in caplog.records if "lookups=" in record.getMessage())
+    figures = told.removeprefix("chunk cache: ").split(" ")
+    assert len(figures) == 12 and all(re.fullmatch(r"[a-z_]+=[0-9.]{1,16}", figure) for figure in figures), told
+    with pytest.raises(AttributeError, match="no attribute 'hit_count'; here it is 'hits'"):
+        _ = llm.get_chunk_cache_stats().hit_count
+
+
+def test_settings_have_their_names_as_keywords_and_other_names_are_told(model):
+    with LLM(model, engine_config=SMALL, chunk_separator="##", max_num_seqs=3, chunk_codec="int8") as llm:
+        assert (llm.chunk_cache_config.chunk_separator, llm.tier_config.chunk_codec) == ("##", "int8")
+        assert llm.engine_config == replace(SMALL, max_num_seqs=3)
+    for name, told in (
+        ("chunk_cache_gpu_memory_utilization", "here it is 'chunk_cache_fraction'"),
+        ("enable_chunk_aware", "here it is 'enable_chunk_cache'"),
+        ("max_chunk_token", "did you mean 'max_chunk_tokens'?"),
+        ("colour", "LLM has no setting 'colour'$"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            LLM(model, **{name: 1})
+
+
+def test_repair_is_set_where_positions_are(model):
+    with make(model) as llm:
+        prompt = Prompt.from_tokens(range(3, 9), [range(9, 20), range(20, 30)], range(30, 33))
+        (output,) = llm.generate(prompt, GREEDY, repair="first(3)")
+        assert (output.reuse.repair.policy, output.reuse.repair.repaired_tokens) == ("first(3)", 3)
+        assert list(llm.stream(prompt, GREEDY, repair="none"))[-1].reuse.repair is None
+        assert llm.generate([prompt] * 2, [GREEDY] * 2, repair="none")[1].reuse.repair is None
+        with pytest.raises(InvalidConfig, match="here 'virtual' is 'shared'"):
+            llm.generate(prompt, GREEDY, position_strategy="virtual")
+
+
+def test_separators_inside_lines_are_told_of(model):
+    with make(model, chunk_separator=None) as llm:
+        with pytest.warns(UserWarning, match=r"one ordinary prompt; if they separate documents, use Prompt\.from_text"):
+            llm.generate("system ## first ## question", GREEDY)
+        llm.generate("# Title\n\n## First\n\ntext\n  ## Second\n### c ##", GREEDY)  # Markdown
+
+
+def test_split_documents_are_told_of(model):
+    with make(model, max_chunk_tokens=24, long_chunks="split") as llm:
+        for act in (
+            lambda: llm.warm([{"id": "a", "text": "word " * 60}, "b"]),
+            lambda: llm.chat([{"role": "user", "content": "q"}], GREEDY, documents=["word " * 60, "b"]),
+        ):
+            with pytest.warns(UserWarning, match=r"\(max_chunk_tokens\) were split: .*, 8 parts; no part sees"):
+                act()
+
+
+def test_the_longest_unused_chunks_are_evicted_first(model):
+    with make(model) as llm:
+        llm.warm(["one", "two", {"id": "three", "text": "three"}])
+        before = llm.chunks.entries()
+        llm.chunks.pin("three")
+        assert [llm.chunks.evict_oldest(), llm.chunks.evict_oldest(5), llm.chunks.evict_oldest()] == [1, 1, 0]
+        assert llm.chunks.entries() == before[2:]
 
 
 @pytest.mark.parametrize("wanted", [None, 2])

@@ -34,6 +34,7 @@ from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.prompt.conversation import schemas_of
 from kvmosaic.prompt.patterns import read_find_documents
+from kvmosaic.prompt.segment import has_segments
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
 from kvmosaic.tools import ToolRequest, read_tool_request
 from kvmosaic.tuned_settings import PROFILE_NAME
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 """A model of either engine."""
 EngineName = Literal["auto", "transformers", "llama"]
-PromptLike = str | Prompt | Sequence[int] | Mapping[str, Any]
+PromptLike = str | Prompt | Sequence[Any] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
 AdapterPlaces = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 """Folders of adapters: a mapping by name, or texts "[NAME=]FOLDER"."""
@@ -111,19 +112,19 @@ def adapter_folders(places: AdapterPlaces) -> dict[str, Path]:
     return found
 
 
-def prompts_of(prompts: PromptLike | Sequence[PromptLike]) -> list[str | Prompt | Sequence[int]]:
+def prompts_of(prompts: PromptLike | Sequence[PromptLike]) -> list[str | Prompt | Sequence[Any]]:
     """The prompts of one call, as a list.
 
     Raises:
         InvalidPrompt: something that is not a prompt, naming its type.
     """
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes):
+    if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes) and not has_segments(prompts):
         is_token_ids = bool(prompts) and isinstance(prompts[0], int)
         return [_prompt_of(prompts)] if is_token_ids else [_prompt_of(prompt) for prompt in prompts]
     return [_prompt_of(prompts)]
 
 
-def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
+def _prompt_of(prompt: object) -> str | Prompt | Sequence[Any]:
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     if isinstance(prompt, str | Prompt):
@@ -131,7 +132,8 @@ def _prompt_of(prompt: object) -> str | Prompt | Sequence[int]:
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         return prompt
     raise InvalidPrompt(
-        "a prompt is a text, a Prompt, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids', "
+        "a prompt is a text, a Prompt, a list of chunk handles and texts, a list of token ids, or a mapping with "
+        "'prompt' or 'prompt_token_ids', "
         f"got {type(prompt).__name__}"
     )
 

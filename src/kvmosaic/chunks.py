@@ -241,6 +241,16 @@ class ChunkStore:
         """
         return self._engine.kv_cache.evict(name, salt, tenant)
 
+    def evict_oldest(self, count: int = 1) -> int:
+        """Evicts up to `count` chunks, the longest unused first, into the tiers if there are any; returns how many.
+
+        Pinned chunks and chunks in use stay.
+        """
+        cache = self._engine.kv_cache
+        idle = [chunk for chunk in self.entries() if chunk.is_ready and not chunk.ref_count and not chunk.pinned]
+        oldest = sorted(idle, key=lambda chunk: chunk.last_used)[: max(count, 0)]
+        return sum(cache.evict(chunk.key, None, chunk.tenant) for chunk in oldest)
+
     def wake(self, name: str, *, salt: str = "") -> list[ChunkHandle]:
         """Brings the chunks with this name back to the device: from a tier, or computed again; returns their handles.
 

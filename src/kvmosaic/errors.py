@@ -200,7 +200,7 @@ class QuotaInUse(OutOfBlocks):
     """A tenant's running requests hold all that it may have; others need not wait for them."""
 
 
-class ChunkCacheFull(CacheError):
+class ChunkCacheFull(CacheError, MemoryError):
     """A chunk that cannot fit, even after eviction."""
 
 
@@ -288,6 +288,10 @@ class DocumentStoreFull(DocumentError):
 
 class DocumentStoreUnavailable(DocumentError):
     """The database of stored documents does not answer, or cannot be written to."""
+
+
+class DocumentDamaged(DocumentError):
+    """A stored text is not what was stored."""
 
 
 class ModelError(KVMosaicError):

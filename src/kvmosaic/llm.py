@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,7 @@ from kvmosaic.attention import AttentionBackend, BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
+from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck
@@ -48,6 +49,9 @@ from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.segment import has_segments
+from kvmosaic.prompt.separator import told_separators
+from kvmosaic.prompt.splits import told_splits
 from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import (
     AnswerReader,
@@ -99,6 +103,7 @@ class LLM:
         trust_remote_code: bool = False,
         adapter: AdapterPlaces = (),
         merge_adapter: bool = False,
+        **settings: Any,
     ) -> None:
         """Loads a model and gives it its caches.
 
@@ -135,16 +140,24 @@ class LLM:
                 are chosen by `Prompt.adapter`, or `chat(adapter=…)`. Prompts without documents are the base model's.
                 Chunks of different adapters are different chunks.
             merge_adapter: add the only adapter to the weights instead: it computes all prompts, and costs no time.
+            settings: fields of the three configurations by their names: `LLM("reader", chunk_separator="##")`.
 
         Raises:
             ModelNotFound, UnsupportedModel, InvalidAdapter: see `load_model`.
             NotMovable: the position strategy moves documents and the model does not allow that.
             InvalidConfig: a setting that cannot work, for example memory for less than one block.
+            TypeError: a setting that does not exist.
             InvalidProfile: a profile was named, and it cannot be read or is for another model.
         """
-        self.chunk_cache_config = checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig)
-        self.engine_config = checked(engine_config or EngineConfig(), EngineConfig)
-        self.tier_config = checked(tier_config or TierConfig(), TierConfig)
+        self.chunk_cache_config: ChunkCacheConfig
+        self.engine_config: EngineConfig
+        self.tier_config: TierConfig
+        self.chunk_cache_config, self.engine_config, self.tier_config = with_settings(
+            settings,
+            checked(chunk_cache_config or ChunkCacheConfig(), ChunkCacheConfig),
+            checked(engine_config or EngineConfig(), EngineConfig),
+            checked(tier_config or TierConfig(), TierConfig),
+        )
         check_tiers(self.tier_config, enable_chunk_cache)
         adapters = adapter_folders(adapter)
         found = find_profile(profile_place(model), profile if enable_chunk_cache else False)
@@ -236,18 +249,21 @@ class LLM:
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        repair: str | RepairPolicy | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts, all of them together.
 
         Args:
             prompts: one prompt or a list: texts (ordinary prompts, unless `chunk_cache_config` names a separator),
-                `Prompt`s, lists of token ids, or mappings with "prompt" or "prompt_token_ids".
+                `Prompt`s, lists of chunk handles and texts (a `Prompt` each), lists of token ids, or mappings with
+                "prompt" or "prompt_token_ids".
             sampling_params: for all prompts, or one per prompt; default `SamplingParams()`.
             priority: for all prompts, or one per prompt, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one, for these prompts.
             chunk_context: what documents saw when they were computed ("system", or "none": nothing, so that they serve
                 under any system text), instead of the configured one.
+            repair: which tokens of documents are computed again, instead of what `sampling_params` say.
             progress: called after every finished prompt.
 
         Returns:
@@ -258,8 +274,9 @@ class LLM:
             RequestTooLarge, ChunkCacheFull: a prompt that can never fit into memory.
         """
         items = prompts_of(prompts)
-        params = self._params_for(sampling_params, len(items))
+        params = self._params_for(sampling_params, len(items), repair)
         encoded = [self._encoder_for(each).encode(prompt) for prompt, each in zip(items, params, strict=True)]
+        self._warn(*(told_separators(text) for text in items if not self.chunk_cache_config.chunk_separator))
         placing = position_strategy, chunk_context
         return self._answer(encoded, params, priorities_for(priority, len(items)), placing, progress)
 
@@ -276,6 +293,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        repair: str | RepairPolicy | None = None,
         preamble: str | int | None = None,
         companions: Sequence[str] | None = None,
         documents_order: DocumentsOrder | None = None,
@@ -292,13 +310,14 @@ class LLM:
             tools: [{"type": "function", "function": {"name", "description", "parameters"}}] as OpenAI's API has them,
                 or functions with type hints and docstrings; the same for all conversations. Calls are in
                 `CompletionOutput.tool_calls`.
-            tool_choice: "auto" (the default), "none", "required", or
-                {"type": "function", "function": {"name": ...}}.
+            tool_choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}}, or
+                {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}.
             parallel_tool_calls: whether an answer may hold several calls.
             salt: tenant salt; conversations with different salts share nothing.
             priority: for all conversations, or one each, from -100 to 100; higher runs first.
             position_strategy: instead of the configured one.
             chunk_context: as for `generate`.
+            repair: as for `generate`.
             preamble: how much of the system text documents see, instead of the configured one.
             companions: texts that documents see with chunk_context "companions", instead of the configured ones: best
                 three documents of the same kind that the prompt does not contain.
@@ -314,7 +333,7 @@ class LLM:
         """
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if is_one else list(messages)
-        params = self._params_for(sampling_params, len(conversations))
+        params = self._params_for(sampling_params, len(conversations), repair)
         how: dict[str, Any] = {"preamble": preamble, "companions": companions, "finder": self._finder(find_documents)}
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
         encoded = [
@@ -377,7 +396,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Prompt | Messages,
+        prompt: str | Prompt | Sequence[Any],
         sampling_params: SamplingParams | None = None,
         *,
         documents: Documents | None = None,
@@ -388,6 +407,7 @@ class LLM:
         priority: int = 0,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        repair: str | RepairPolicy | None = None,
         preamble: str | int | None = None,
         companions: Sequence[str] | None = None,
         documents_order: DocumentsOrder | None = None,
@@ -401,9 +421,9 @@ class LLM:
             Everything that `generate` and `chat` raise, before the first output.
         """
         how: dict[str, Any] = {"preamble": preamble, "finder": self._finder(find_documents)}
-        params = sampling_params or SamplingParams()
+        (params,) = self._params_for(sampling_params, 1, repair)
         reader = self._reader(tools, tool_choice, parallel_tool_calls)
-        if isinstance(prompt, str | Prompt):
+        if isinstance(prompt, str | Prompt) or has_segments(prompt):
             if reader is not None:
                 raise InvalidTools(
                     "tools go with a conversation; give messages instead of a prompt, or leave tools out"
@@ -411,7 +431,7 @@ class LLM:
             encoded = self._encoder_for(sampling_params).beside(companions).encode(prompt, salt=salt, **how)
         else:
             encoded = self.compose(
-                prompt,
+                cast("Messages", prompt),
                 documents=documents,
                 tools=None if reader is None else reader.tools,
                 salt=salt,
@@ -507,11 +527,12 @@ class LLM:
         options: dict[str, Any] = how | ({} if read is None else {"tools": read.for_template()})
         encoder, context = self.encoder.beside(companions), context_with(companions, chunk_context)
         prompts = [encoder.encode_documents(part, system=system, salt=salt, **options) for part in parts]
+        self._warn(told_splits(prompts))
         return self.chunks.warm(prompts, progress, chunk_context=context)
 
     def plan(
         self,
-        prompt: str | Prompt,
+        prompt: str | Prompt | Sequence[Any],
         *,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
@@ -610,6 +631,8 @@ class LLM:
     def sleep_cold_chunks(self, min_accesses: int = 1, idle_seconds: float = 600.0) -> int:
         """Offloads cold chunks to the tiers: idle for this long, and used less often than this.
 
+        Both must hold. For either, call it twice: with `min_accesses=2**40`, and with `idle_seconds=0`.
+
         Returns:
             Number of chunks moved. Their next use loads them again.
 
@@ -641,14 +664,24 @@ class LLM:
         read = read_tools(tools, choice, is_parallel, self.model)
         return None if read is None else AnswerReader(self.tool_calling, read)
 
+    def _warn(self, *told: str) -> None:
+        for text in filter(None, dict.fromkeys(told)):
+            if self.has_chunk_cache:
+                warnings.warn(text, stacklevel=3)
+
     def _encoder_for(self, params: SamplingParams | None) -> PromptEncoder:
         """With a rolling window, a prompt may be longer than the model."""
         is_endless = isinstance(params, SamplingParams) and params.window_tokens is not None
         return self.encoder.endless() if is_endless else self.encoder
 
     def _params_for(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        repair: str | RepairPolicy | None,
     ) -> list[SamplingParams]:
+        if repair is not None:
+            return [replace(params, repair=repair) for params in self._params_for(sampling_params, count, None)]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or SamplingParams()] * count
         if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
@@ -674,12 +707,14 @@ class LLM:
         placing: _Placing,
         progress: Progress | None,
     ) -> list[RequestOutput]:
+        self._warn(told_splits(prompts))
         requests = (self._add(*each, placing) for each in zip(prompts, params, priorities, strict=True))
         return [request.output() for request in self.engine.run(requests, progress)]
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams, priority: int, placing: _Placing
     ) -> Iterator[RequestOutput]:
+        self._warn(told_splits([prompt]))
         request = self._add(prompt, params, priority, placing)
         shown = (0, False)
         try:

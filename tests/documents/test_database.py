@@ -23,9 +23,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import event
 from support.programs import installed
 
-from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, document_place
+from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoreLimits, database, document_place
 from kvmosaic.documents.database import FILE_NAME, SCHEMA_VERSION
-from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig, InvalidDocument, KVMosaicError, UnknownDocument
+from kvmosaic.errors import (
+    DocumentDamaged,
+    DocumentStoreUnavailable,
+    InvalidConfig,
+    InvalidDocument,
+    KVMosaicError,
+    UnknownDocument,
+)
+from kvmosaic.prompt.companions import STORED
 
 TENANT = "default"
 
@@ -117,6 +125,71 @@ def test_everything_of_a_document_survives_a_restart(place: Path | str, tenant: 
             "an ETag of the deleted one fits it not"
         )
         store.check_invariants()
+
+
+@pytest.mark.parametrize("damage", [f"text = CAST(x'{byte}' || substr(text, 2) AS BLOB)" for byte in ("ff", "41")])
+def test_a_damaged_text_costs_its_document_only(tmp_path: Path, damage: str) -> None:
+    texts = {name: f"The ferry of {name} goes to Oak Island twice a day." for name in ("a", "b", "c")}
+    with closing(DocumentStore(tmp_path)) as store:
+        for name, text in texts.items():
+            store.create("t", DocumentDraft(text, "A", {"lang": "en"}), name)
+        assert len(store.search("t", "\n".join(texts.values()))) == 3
+        with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file, file:
+            file.execute(f"UPDATE kvmosaic_document_texts SET {damage} WHERE id = 'b'")
+            file.execute("UPDATE kvmosaic_documents SET metadata = '{broken' WHERE id = 'c'")
+        with pytest.raises(DocumentDamaged, match="the stored document 'b' is damaged; store its text again"):
+            store.resolve("t", [("a", None), ("b", None)])
+        for opened in (store, DocumentStore(tmp_path)):
+            assert [each.id for _, _, each in opened.search("t", "\n".join(texts.values()))] == ["a", "c"]
+        listed = store.page("t").documents
+        assert [each.id for each in listed] == ["c", "b", "a"] and "damaged" in listed[0].metadata
+        assert store.companions("t", STORED, None) == tuple(f"A\n{texts[name]}" for name in ("a", "c"))
+        store.put("t", "b", DocumentDraft(texts["b"]))
+        assert store.resolve("t", [("b", None)])[0].text == texts["b"]
+        opened.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_full_disk_is_emptied_by_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "RESERVE_BYTES", 2**19)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with closing(DocumentStore(tmp_path, version_seconds=0)) as store:
+            with pytest.raises(DocumentStoreUnavailable, match="full"):
+                for number in range(200):
+                    store.create(TENANT, DocumentDraft(f"{number}" + "x" * 20_000), f"{number}")
+            assert number > 10 and shutil.disk_usage(tmp_path).free < 2**19
+            assert store.get(TENANT, "1").content.text.startswith("1x")
+            for each in range(number):
+                store.delete(TENANT, f"{each}")
+            store.create(TENANT, DocumentDraft("y" * 20_000), "new")
+        with closing(DocumentStore(tmp_path)) as store:
+            assert store.get(TENANT, "new").version == 1 and shutil.disk_usage(tmp_path).free > 2**19
+            store.check_invariants()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_texts_of_before_there_were_checksums_are_read(tmp_path: Path) -> None:
+    with closing(DocumentStore(tmp_path)) as store:
+        store.create("t", DocumentDraft("The ferry."), "a")
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file, file:
+        file.execute("ALTER TABLE kvmosaic_document_texts DROP COLUMN checksum")
+    with closing(DocumentStore(tmp_path)) as store:
+        assert store.get("t", "a").content.text == "The ferry."
+
+
+def test_nobody_else_reads_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with closing(DocumentStore(folder)) as store:
+        store.create("t", DocumentDraft("The ferry."), "a")
+        (folder / FILE_NAME).chmod(0o644)  # as an earlier version left it
+    with closing(DocumentStore(folder)) as store:
+        store.create("t", DocumentDraft("The mill."), "b")
+        assert {path.stat().st_mode & 0o777 for path in folder.glob(f"{FILE_NAME}*")} == {0o600}
+        assert folder.stat().st_mode & 0o777 == 0o700 and len(list(folder.iterdir())) == 4
 
 
 def test_stores_of_one_database_see_each_others_changes_at_once(place: Path | str, tenant: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import string
+import sys
 import threading
 import time
 
@@ -43,6 +44,13 @@ def test_what_is_found_is_what_a_slow_search_finds(stored, data):
     found = index.find(prompt)
     assert [(start, end) for start, end, _ in found] == naive(kept, prompt)
     assert all(prompt[start:end] == kept[number] for start, end, number in found)
+
+
+def test_texts_are_not_kept() -> None:
+    index = TextIndex()
+    index.add("long", "😀" * 2**15)
+    assert sum(map(sys.getsizeof, index._texts["long"])) < 600
+    assert index.find("x" + "😀" * 2**15) == [(1, 2**15 + 1, "long")]
 
 
 def test_a_replaced_text_is_not_found_any_more():

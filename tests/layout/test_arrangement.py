@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset, InvalidPrompt, InvalidSees
-from kvmosaic.layout import View, arrange, dense
+from kvmosaic.layout import View, arrange, composition_of, dense
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
@@ -80,6 +80,20 @@ def test_a_chunk_may_be_seen_by_its_name():
         arrange(Prompt((a, by_name, b, PROMPT.segments[-1])))
     with pytest.raises(InvalidSees, match="names a chunk twice"):
         arrange(Prompt((a, Segment(SegmentKind.CHUNK, (7,), sees=("a", 0)), PROMPT.segments[-1])))
+
+
+@pytest.mark.parametrize(
+    ("sees", "told"),
+    [
+        ([(), ()], "documents do not see each other"),
+        ([(), [0]], "documents saw everything before them"),
+        ([(), [0], ()], "documents see only the ones named in sees"),
+    ],
+)
+def test_the_composition_says_what_documents_see(sees, told):
+    chunks = [Segment(SegmentKind.CHUNK, [9], sees=each) for each in sees]
+    layout = arrange(Prompt((PROMPT.segments[0], *chunks, PROMPT.segments[-1])), "sequential")
+    assert composition_of(layout) == f"composed (sequential): {told}"
 
 
 @pytest.mark.parametrize("sees", [(0,), (1,), (-1,)])

@@ -49,11 +49,26 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ([tool("a")], {"type": "function", "function": {"name": "b"}}, "names 'b', which is none of the tools"),
         ([], {"type": "function", "function": {"name": "b"}}, "names 'b', which is none of the tools"),
         (None, "required", "'required', and there are no tools"),
+        ([tool("a")], {"type": "allowed_tools", "mode": "always", "tools": []}, "needs a mode .*'always'"),
+        ([tool("a")], {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "needs a mode"),
+        ([tool("a")], {"type": "allowed_tools", "mode": "auto", "tools": [tool("b")]}, "names 'b', which is none"),
+        ([tool("a")], {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp"}]}, "allows no function"),
     ],
 )
 def test_what_cannot_be_called_is_refused(tools: Any, choice: Any, told: str) -> None:
     with pytest.raises(InvalidTools, match=told):
         read_tool_request(tools, choice)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called_and_all_are_read(mode: str) -> None:
+    flat = {"mode": mode, "tools": [{"type": "function", "name": "b"}, {"type": "mcp", "server_label": "s"}]}
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool("b")]}}
+    for choice in ({"type": "allowed_tools", **flat}, nested):
+        request = read_tool_request([tool("a"), tool("b")], choice)
+        assert request is not None and request.choice.is_forced == (mode == "required") and not request.is_single
+        assert [each.name for each in request.callable_tools] == ["b"]
+        assert request.for_template() == read_tool_request([tool("a"), tool("b")]).for_template()  # type: ignore[union-attr]
 
 
 def test_parallel_must_be_a_truth_value() -> None:

@@ -201,19 +201,40 @@ def document_texts(
         UnknownDocument: an id that is not stored.
         InvalidDocument: no text and no id, or `sees` names an id of several texts.
     """
-    whole = {place: DocumentPart(text=part) if isinstance(part, str) else part for place, part in enumerate(parts)}
-    blank = {
-        place: part.name
-        for place, part in whole.items()
-        if not strict and part.text is not None and not part.text.strip()
-    }
-    given = {place: _given_document(part, place) for place, part in whole.items() if place not in blank}
+    whole, blank, given = _read_parts(parts, strict=strict)
     named = [whole[place] for place, document in given.items() if document is None]
     stored = iter(resolve([(part.name or "", part.version) for part in named]) if named else ())
     documents = {place: document or whole[place].settled(next(stored)) for place, document in given.items()}
     if strict:
         return GivenDocuments(tuple(documents.values()), tuple(documents))
     return distinct_documents(documents, blank)
+
+
+def single_documents(parts: Sequence[DocumentPart | str]) -> tuple[dict[int, Document | str], tuple[str, ...]]:
+    """The documents of a body, each for itself: by place, texts or ids of stored ones; and warnings as for prompts.
+
+    Raises:
+        InvalidDocument: no text and no id.
+    """
+    whole, blank, given = _read_parts(parts, strict=False)
+    alone = {place: replace(each, sees=(), position_offset=None) for place, each in given.items() if each is not None}
+    texts = distinct_documents(alone, blank)
+    found: dict[int, Document | str] = dict(zip(texts.places, texts.documents, strict=True))
+    found |= {place: whole[place].name or "" for place, each in given.items() if each is None}
+    return dict(sorted(found.items())), texts.warnings
+
+
+def _read_parts(
+    parts: Sequence[DocumentPart | str], *, strict: bool
+) -> tuple[dict[int, DocumentPart], dict[int, str | None], dict[int, Document | None]]:
+    """By place: all parts, the ids of blank ones, and the documents of the others (None: a stored one)."""
+    whole = {place: DocumentPart(text=part) if isinstance(part, str) else part for place, part in enumerate(parts)}
+    blank = {
+        place: part.name
+        for place, part in whole.items()
+        if not strict and part.text is not None and not part.text.strip()
+    }
+    return whole, blank, {place: _given_document(part, place) for place, part in whole.items() if place not in blank}
 
 
 def _given_document(part: DocumentPart, index: int) -> Document | None:

@@ -84,6 +84,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (errors.DocumentChanged, 412, INVALID_REQUEST, "document_changed"),
     (errors.DocumentTooLarge, 413, INVALID_REQUEST, "document_too_large"),
     (errors.DocumentStoreFull, 429, QUOTA, "document_store_full"),
+    (errors.DocumentDamaged, 500, "server_error", "document_damaged"),
     (errors.DocumentStoreUnavailable, 503, "service_unavailable", "document_store_unavailable"),
     (errors.UnknownChunk, 404, INVALID_REQUEST, "chunk_not_found"),
     (errors.UnknownRequest, 404, INVALID_REQUEST, "request_not_found"),

@@ -104,7 +104,7 @@ class ServedDocuments(ABC):
         Raises:
             ApiError: see `check_warmable`.
         """
-        waiting = iter(enumerate(job.documents))
+        waiting = iter(job.documents.items())
         tasks: set[asyncio.Task[WarmedDocument]] = set()
         try:
             while True:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from kvmosaic.api.documents import CompanionsField, DocumentFields, DocumentId, FindDocumentsField, PreambleField
+from kvmosaic.api.documents import (
+    CompanionsField,
+    DocumentFields,
+    DocumentId,
+    FindDocumentsField,
+    PreambleField,
+    single_documents,
+)
 from kvmosaic.api.errors import ApiError, ErrorDetail
 from kvmosaic.api.fields import Body, Name, Reply, Text
 from kvmosaic.layout import ChunkContext, context_with
@@ -73,25 +80,20 @@ class WarmRequest(WarmOptions, DocumentFields):
 
     ids: Annotated[list[DocumentId] | None, Field(max_length=MAX_WARM_IDS)] = None
 
-    def chosen(self, stored_ids: Callable[[], Iterable[str]]) -> tuple[Document | str, ...]:
-        """Ids of stored documents and texts, in the order of the body; `stored_ids` returns those of all stored ones.
+    def chosen(self, stored_ids: Callable[[], Iterable[str]]) -> tuple[Mapping[int, Document | str], tuple[str, ...]]:
+        """Ids of stored documents, and texts, by place; and warnings. `stored_ids` returns the ids of all stored ones.
+
+        As in a prompt, blank texts and repeats are left out, and other texts of one id get names of their own.
 
         Raises:
             InvalidDocument: an entry without text and id.
         """
         if self.ids is None and self.documents is None:
-            return tuple(stored_ids())
-        chosen: list[Document | str] = list(dict.fromkeys(self.ids or ()))
-        for part in self.documents or ():
-            name = None if isinstance(part, str) else part.id if part.id is not None else part.doc_id
-            if isinstance(part, str):
-                chosen.append(Document(part))
-            elif part.text is None and name is not None:
-                chosen.append(str(name))
-            else:
-                fields = {"id": name, "title": part.title, "text": part.text}
-                chosen.append(Document.read({key: value for key, value in fields.items() if value is not None}))
-        return tuple(chosen)
+            return dict(enumerate(stored_ids())), ()
+        found, warnings = single_documents(self.documents or ())
+        chosen: dict[int, Document | str] = dict(enumerate(dict.fromkeys(self.ids or ())))
+        first = len(chosen)
+        return chosen | {first + place: document for place, document in found.items()}, warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +104,12 @@ class WarmJob:
         InvalidConfig: `options` contradict each other, or name a pattern that does not exist.
     """
 
-    documents: tuple[Document | str, ...]
-    """Texts, or ids of stored documents, which are read just before they are computed."""
+    documents: Mapping[int, Document | str]
+    """By place: texts, or ids of stored documents, which are read just before they are computed."""
     options: WarmOptions
     salt: str = ""
+    warnings: tuple[str, ...] = ()
+    """What of the request was left out or changed."""
     chunk_context: ChunkContext | None = field(init=False)
     """`chunk_context` of the later requests; None: not set, and the server's setting applies."""
     find_documents: FindDocuments = field(init=False)
@@ -172,6 +176,7 @@ class WarmSummary(Reply):
         int, Field(description="Chunks of yours that left the full cache meanwhile, perhaps of these documents.")
     ] = 0
     ms: Annotated[float, Field(description="From the first to the last.")] = 0.0
+    warnings: Annotated[list[str] | None, Field(description="What of the request was left out or changed.")] = None
     data: Annotated[list[WarmedObject] | None, Field(description="By index; only without `stream`.")] = None
 
     @classmethod

@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import repeat
+from typing import NoReturn
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.prefix_cache import PrefixCache
+
+_OTHER_NAMES = {"lookup_count": "lookups", "hit_count": "hits", "miss_count": "misses"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,19 @@ class ChunkCacheStats:
     """Evictable blocks of the chunk pool."""
     request_idle_blocks: int
     """Evictable blocks of the request pool."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = f"; here it is {_OTHER_NAMES[name]!r}" if name in _OTHER_NAMES else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r:.80}{hint}")
+
+    def summary(self) -> str:
+        """Its main figures as key=value, for a log."""
+        return (
+            f"lookups={self.lookups} hits={self.hits} hit_rate={self.hit_rate:.3f} chunks={self.cached_chunks} "
+            f"pinned={self.pinned_chunks} used_blocks={self.used_blocks} total_blocks={self.total_blocks} "
+            f"evictions={self.evictions} reused_tokens={self.reused_tokens} moved_tokens={self.moved_tokens} "
+            f"computed_tokens={self.computed_tokens} loaded_tokens={self.loaded_tokens}"
+        )
 
     @property
     def hit_rate(self) -> float:

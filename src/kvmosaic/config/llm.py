@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -241,6 +242,37 @@ class LLMConfig:
             "engine_config": self.engine,
             "tier_config": self.tiers,
         }
+
+
+_OTHER_NAMES: Final = {
+    "cache_policy": "eviction",
+    "chunk_cache_gpu_memory_utilization": "chunk_cache_fraction",
+    "chunk_hash_algo": "hash_algorithm",
+    "chunk_position_strategy": "position_strategy",
+    "enable_chunk_aware": "enable_chunk_cache",
+    "gpu_memory_utilization": "memory_utilization",
+    "log_chunk_cache_stats": "log_stats_seconds",
+}
+"""Names of the same settings elsewhere."""
+
+
+def with_settings(settings: Mapping[str, Any], *configs: Any) -> tuple[Any, ...]:
+    """The configurations with some of their fields set by name.
+
+    Raises:
+        TypeError: none of them has a field of this name.
+        InvalidConfig: a value that cannot work.
+    """
+    kinds: list[Any] = [type(config) for config in configs]
+    known = [settings_of(kind) for kind in kinds]
+    for name in settings:
+        if not any(name in each for each in known):
+            nearest = get_close_matches(name, [other for each in known for other in each], 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = f"; here it is {_OTHER_NAMES[name]!r}" if name in _OTHER_NAMES else hint
+            raise TypeError(f"LLM has no setting {name!r:.80}{hint}")
+    given = ({name: value for name, value in settings.items() if name in each} for each in known)
+    return tuple(replace(config, **each) if each else config for config, each in zip(configs, given, strict=True))
 
 
 def _configured(config: type, values: Mapping[str, Any]) -> Any:

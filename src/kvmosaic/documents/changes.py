@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
 
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TENANTS, TEXTS
 from kvmosaic.documents.names import label_of
-from kvmosaic.documents.rows import DELETED_BY_ID, EXPIRED, WHOLE_BY_ID, AnyRow, content_of, is_one
+from kvmosaic.documents.rows import DELETED_BY_ID, EXPIRED, WHOLE_BY_ID, AnyRow, checksum_of, content_of, is_one
 from kvmosaic.documents.stored import DocumentDraft, StoredText, StoreLimits
-from kvmosaic.errors import DocumentStoreFull, DocumentTooLarge
+from kvmosaic.errors import DocumentDamaged, DocumentStoreFull, DocumentTooLarge
 
 MAX_REMEMBERED = 10_000
 """Deleted ids of one tenant whose number and version are remembered."""
@@ -99,7 +100,9 @@ class TenantChanges:
         num_bytes_before = 0 if before is None else before.num_bytes
         self._check_room(content, num_bytes, before)
         change = self._next("last_change")
-        is_same = before is not None and content_of(before, has_label=False).reads_like(content)
+        is_same = False
+        with suppress(DocumentDamaged):
+            is_same = before is not None and content_of(before, has_label=False).reads_like(content)
         pinned = bool(draft.pinned) if draft.pinned is not None or before is None else before.pinned
         document = {
             "change": change,
@@ -114,7 +117,9 @@ class TenantChanges:
             "num_characters": len(content.text),
             "num_bytes": num_bytes,
         }
-        text = {"num_bytes": num_bytes, "title": content.title, "text": content.text.encode(), "expires_at": None}
+        encoded = content.text.encode()
+        checked = {"text": encoded, "checksum": checksum_of(content.title, encoded)}
+        text = {"num_bytes": num_bytes, "title": content.title, "expires_at": None, **checked}
         self._sums["num_bytes"] += num_bytes - num_bytes_before
         if before is None:
             self._add(document_id, document, text)

@@ -10,10 +10,13 @@ clock       seconds that have passed for times to live; not moved by changes of 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -33,10 +36,12 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    TypeDecorator,
     create_engine,
     event,
     func,
     insert,
+    inspect,
     select,
     update,
 )
@@ -48,6 +53,9 @@ from sqlalchemy.pool import StaticPool
 from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig
 
 FILE_NAME = "documents.sqlite3"
+RESERVE_NAME = "documents.reserve"
+RESERVE_BYTES = 2**23
+"""Of a disk: documents are stored as long as they leave so much, which deletions use."""
 SCHEMA_VERSION = 1
 NO_FOLDER = "none"
 """The `documents_dir` of documents in memory."""
@@ -61,6 +69,26 @@ _NETWORK_LIMITS = {"tcp_user_timeout": 30_000, "keepalives_idle": 30, "keepalive
 """Of connections to PostgreSQL: a machine that has vanished is noticed in half a minute, not a quarter of an hour."""
 _TABLES = MetaData()
 
+
+class _Metadata(TypeDecorator[Any]):
+    """JSON that hides no other row where it is damaged."""
+
+    impl, cache_ok = JSON, True
+
+    def result_processor(self, dialect: Any, coltype: Any) -> Callable[[Any], Any]:
+        """Reads a value."""
+        read = super().result_processor(dialect, coltype) or (lambda value: value)
+
+        def tolerant(value: Any) -> Any:
+            try:
+                found = read(value)
+            except ValueError:
+                found = None
+            return found if isinstance(found, dict) else {"damaged": "the metadata cannot be read; store it again"}
+
+        return tolerant
+
+
 DOCUMENTS = Table(
     "kvmosaic_documents",
     _TABLES,
@@ -70,7 +98,7 @@ DOCUMENTS = Table(
     Column("version", Integer, nullable=False),
     Column("change", BigInteger, nullable=False),
     Column("text_number", BigInteger, nullable=False),
-    Column("metadata", JSON, nullable=False),
+    Column("metadata", _Metadata, nullable=False),
     Column("created_at", Float(53), nullable=False),
     Column("updated_at", Float(53), nullable=False),
     Column("ttl_seconds", Integer),
@@ -99,9 +127,11 @@ TEXTS = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("title", String),
     Column("text", LargeBinary, nullable=False),
+    Column("checksum", BigInteger),
     Index("kvmosaic_document_texts_by_expiry", "expires_at"),
 )
-"""`version` is the first version of the document with this text; `expires_at` is null for the current text."""
+"""`version` is the first version of the document with this text; `expires_at` is null for the current text. The
+`checksum` is of title and text; null: written before there were checksums."""
 
 DELETED = Table(
     "kvmosaic_deleted_documents",
@@ -161,6 +191,7 @@ class DocumentDatabase:
         """Held during a write; for a database in memory, which has one connection, during a read, too."""
         self._name = str(place) if isinstance(place, Path) else "memory" if place is None else "the database"
         url = URL.create("sqlite") if place is None else _url_of(place)
+        self._reserve = place / RESERVE_NAME if isinstance(place, Path) else None
         self.is_sqlite = url.get_backend_name() == "sqlite"
         self._clock_due = 0.0
         try:
@@ -169,6 +200,7 @@ class DocumentDatabase:
         except SQLAlchemyError as error:
             raise InvalidConfig(_cannot_open(place, url, error)) from None
         self._clock = self._open_clock()
+        self._fill_reserve()
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -194,12 +226,13 @@ class DocumentDatabase:
                 self._lock.release()
 
     @contextmanager
-    def write(self, tenant: str | None, *, is_short: bool = False) -> Iterator[Connection]:
+    def write(self, tenant: str | None, *, is_short: bool = False, frees: bool = False) -> Iterator[Connection]:
         """The only connection that changes documents of this tenant; an error undoes all changes.
 
         Args:
             tenant: None: nothing of a tenant is changed.
             is_short: whether to wait for a busy database for `SHORT_SECONDS` only.
+            frees: whether it makes room, and may use the reserve of a full disk.
 
         Raises:
             DocumentStoreUnavailable: the database does not answer, is locked for half a minute, or its disk is full.
@@ -209,7 +242,10 @@ class DocumentDatabase:
             raise DocumentStoreUnavailable(
                 f"the stored documents were being written to for {seconds:g} s; try again later"
             )
+        uses_reserve = frees and self._is_full()
         try:
+            if uses_reserve and self._reserve is not None:
+                self._reserve.unlink(missing_ok=True)
             with self._writing(seconds).begin() as connection:
                 if is_short and not self.is_sqlite:
                     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {round(seconds * 1e3)}")
@@ -219,12 +255,33 @@ class DocumentDatabase:
         except DBAPIError as error:
             raise self._unavailable(error) from None
         finally:
+            if uses_reserve:
+                self._shrink()
+                self._fill_reserve()
             self._lock.release()
+
+    def _is_full(self) -> bool:
+        """Whether the disk of the documents has little room."""
+        return self._reserve is not None and shutil.disk_usage(self._reserve.parent).free < RESERVE_BYTES
+
+    def _fill_reserve(self) -> None:
+        """Takes room on the disk that nothing but a deletion gets, as far as there is some."""
+        if self._reserve is not None:
+            with suppress(OSError), self._reserve.open("ab") as file:
+                file.write(bytes(max(RESERVE_BYTES - file.tell(), 0)))
+
+    def _shrink(self) -> None:
+        """Gives the disk back what deleted documents took."""
+        raw = self._engine.raw_connection()
+        with suppress(sqlite3.Error), closing(raw):
+            for pragma in ("incremental_vacuum", "wal_checkpoint(TRUNCATE)"):
+                raw.cursor().execute(f"PRAGMA {pragma}").fetchall()
 
     def save_clock(self, *, is_short: bool = False) -> None:
         """Saves how much time has passed, if that is due."""
         if self.is_shared and self.is_sqlite and time.monotonic() >= self._clock_due:
             self._clock_due = time.monotonic() + _CLOCK_SECONDS
+            self._shrink()
             with self.write(None, is_short=is_short) as connection:
                 connection.execute(update(_CLOCK).values(_clock_row(self._clock())))
 
@@ -254,6 +311,8 @@ class DocumentDatabase:
             if not self.is_sqlite:  # of several servers that start at once, one creates the tables
                 connection.execute(select(func.pg_advisory_xact_lock(SCHEMA_VERSION, 0x6B766D)))
             _TABLES.create_all(connection)
+            if "checksum" not in {column["name"] for column in inspect(connection).get_columns(TEXTS.name)}:
+                connection.exec_driver_sql(f"ALTER TABLE {TEXTS.name} ADD COLUMN checksum BIGINT")
             known = connection.execute(select(_CLOCK.c.schema_version)).scalar_one_or_none()
             if known is None:
                 connection.execute(insert(_CLOCK).values(schema_version=SCHEMA_VERSION, **_clock_row(time.time())))
@@ -305,7 +364,8 @@ def document_place(folder: str | None, url: str | None) -> Path | str | None:
         return None if folder == NO_FOLDER else Path(folder).expanduser()
     usual = user_data_path("kvmosaic") / "documents"
     try:
-        usual.mkdir(parents=True, exist_ok=True)
+        usual.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usual.chmod(0o700)
         with tempfile.TemporaryFile(dir=usual):
             return usual
     except OSError as error:
@@ -320,9 +380,13 @@ def document_place(folder: str | None, url: str | None) -> Path | str | None:
 def _url_of(place: Path | str) -> URL:
     if isinstance(place, Path):
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(place / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600))
         except OSError as error:
             raise InvalidConfig(_cannot_write(place, error.strerror or str(error))) from None
+        for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):  # SQLite creates the others like the first
+            with suppress(OSError):  # there is none, or another user is its owner
+                (place / name).chmod(0o600)
         return URL.create("sqlite", database=str(place.absolute() / FILE_NAME))
     try:
         url = make_url(place)
@@ -344,9 +408,11 @@ def _open_sqlite(url: URL) -> Engine:
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # transactions begin below
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")  # what was acknowledged is on the disk
         connection.execute("PRAGMA secure_delete=ON")  # what was deleted is not
+        connection.text_factory = lambda damaged: damaged.decode(errors="replace")
         connection.create_function("lower", 1, _lower, deterministic=True)  # SQLite's own knows ASCII only
 
     @event.listens_for(engine, "begin")

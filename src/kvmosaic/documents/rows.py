@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
+from zlib import crc32
 
 from sqlalchemy import ColumnElement, Row, Select, Table, and_, bindparam, or_, select
 
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TEXTS
 from kvmosaic.documents.names import label_of
 from kvmosaic.documents.stored import StoredDocument, StoredText, TextHead
+from kvmosaic.errors import DocumentDamaged
 
 AnyRow = Row[Any]
 _OF_DOCUMENT = and_(
@@ -22,7 +25,7 @@ HEADS: Select[Any] = (
     .where(DOCUMENTS.c.tenant == bindparam("tenant"), _IS_ALIVE)
 )
 """The documents of a `tenant` that have not expired `now`, with their titles and without their texts."""
-WHOLE = HEADS.add_columns(TEXTS.c.text)
+WHOLE = HEADS.add_columns(TEXTS.c.text, TEXTS.c.checksum)
 """The same with their texts."""
 HEADS_BY_ID = HEADS.where(DOCUMENTS.c.id.in_(bindparam("ids", expanding=True)))
 WHOLE_BY_ID = WHOLE.where(DOCUMENTS.c.id.in_(bindparam("ids", expanding=True)))
@@ -70,8 +73,25 @@ def content_of(row: AnyRow, *, has_label: bool) -> StoredText:
     """The text of a row of `WHOLE`, or the head of a row of `HEADS`."""
     label = label_of(row.id, row.text_number) if has_label else ""
     if "text" in row._fields:
-        return StoredText(row.text.decode(), row.title, row.id, row.priority, label=label)
+        return StoredText(text_of(row), row.title, row.id, row.priority, label=label)
     return TextHead("", row.title, row.id, row.priority, label=label)
+
+
+def checksum_of(title: str | None, text: bytes) -> int:
+    """The checksum of a text and its title."""
+    return crc32(text, crc32((title or "").encode()))
+
+
+def text_of(row: AnyRow) -> str:
+    """The text of a row of `WHOLE` or `TEXTS`.
+
+    Raises:
+        DocumentDamaged: it is not what was stored.
+    """
+    with suppress(UnicodeDecodeError):
+        if row.checksum is None or row.checksum == checksum_of(row.title, row.text):
+            return str(row.text.decode())
+    raise DocumentDamaged(f"the stored document {row.id!r:.300} is damaged; store its text again, or delete it")
 
 
 def document_of(row: AnyRow, content: StoredText, *, drift: float = 0.0) -> StoredDocument:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -31,6 +31,7 @@ from kvmosaic.documents.rows import (
     content_of,
     document_of,
     is_one,
+    text_of,
 )
 from kvmosaic.documents.stored import (
     DocumentDraft,
@@ -44,7 +45,14 @@ from kvmosaic.documents.stored import (
     TextHead,
 )
 from kvmosaic.documents.text_index import TextIndex
-from kvmosaic.errors import DocumentChanged, DocumentExists, DocumentStoreUnavailable, KVMosaicError, UnknownDocument
+from kvmosaic.errors import (
+    DocumentChanged,
+    DocumentDamaged,
+    DocumentExists,
+    DocumentStoreUnavailable,
+    KVMosaicError,
+    UnknownDocument,
+)
 from kvmosaic.prompt.companions import MAX_COMPANIONS, MAX_STORED_CHARACTERS, STORED
 from kvmosaic.prompt.document_id import check_id
 
@@ -261,7 +269,7 @@ class DocumentStore:
             index = self._index(connection, tenant)
         places = [] if index is None else index.find(text)  # takes seconds in a long text: others must not wait for it
         with self._database.read() as connection:
-            documents = self._by_id(connection, tenant, [name for _, _, name in places])
+            documents = self._by_id(connection, tenant, [name for _, _, name in places], skips_damaged=True)
         found = list[tuple[int, int, StoredText]]()
         for start, end, name in places:
             document = documents.get(name)
@@ -283,7 +291,11 @@ class DocumentStore:
         first = short.order_by(DOCUMENTS.c.number).limit(MAX_COMPANIONS)
         with self._database.read() as connection:
             rows = connection.execute(first, {"tenant": tenant, "now": self._clock()}).all()
-        return tuple(content_of(row, has_label=False).plain_text for row in rows) or None
+        found = list[str]()
+        for row in rows:
+            with _tolerated("it is no companion"):
+                found.append(content_of(row, has_label=False).plain_text)
+        return tuple(found) or None
 
     def documents(self, tenant: str) -> list[StoredDocument]:
         """Returns all documents of a tenant, oldest first, without their texts."""
@@ -378,7 +390,7 @@ class DocumentStore:
             UnknownDocument: see `get`.
             DocumentChanged: the stored version does not match `match`.
         """
-        with self._changes(tenant) as (changes, connection):
+        with self._changes(tenant, frees=True) as (changes, connection):
             row = self._head(connection, tenant, document_id, match)
             changes.remove(row)
         with self._lock:
@@ -432,7 +444,7 @@ class DocumentStore:
             }
         num_documents = 0
         for name in due if tenant is None else due & {tenant}:
-            with self._changes(name, is_short=is_short) as (changes, _):
+            with self._changes(name, is_short=is_short, frees=True) as (changes, _):
                 num_documents += changes.num_expired
         return num_documents
 
@@ -521,9 +533,11 @@ class DocumentStore:
                 assert {text.id for text in texts} == {row.id for row in rows}
 
     @contextmanager
-    def _changes(self, tenant: str, *, is_short: bool = False) -> Iterator[tuple[TenantChanges, Connection]]:
+    def _changes(
+        self, tenant: str, *, is_short: bool = False, frees: bool = False
+    ) -> Iterator[tuple[TenantChanges, Connection]]:
         """A transaction that begins by removing what has expired; texts are superseded once it is on the disk."""
-        with self._database.write(tenant, is_short=is_short) as connection:
+        with self._database.write(tenant, is_short=is_short, frees=frees) as connection:
             changes = TenantChanges(
                 connection,
                 tenant,
@@ -565,7 +579,7 @@ class DocumentStore:
                 f"the document {document.id!r:.300} has version {document.version}; version {version} cannot be read. "
                 f"Replaced texts stay {self.version_seconds:.0f} s after their last use; leave version out"
             )
-        text = row.text.decode()
+        text = text_of(row)
         content = replace(document.content, text=text, title=row.title, label=self._label(document.id, row.number))
         return replace(document, version=version, content=content, num_characters=len(text), num_bytes=row.num_bytes)
 
@@ -579,14 +593,21 @@ class DocumentStore:
         return row
 
     def _by_id(
-        self, connection: Connection, tenant: str, ids: Sequence[str], *, has_text: bool = True
+        self,
+        connection: Connection,
+        tenant: str,
+        ids: Sequence[str],
+        *,
+        has_text: bool = True,
+        skips_damaged: bool = False,
     ) -> dict[str, StoredDocument]:
         """The documents with these ids, as far as they are stored."""
         found, names = dict[str, StoredDocument](), list(filter(_is_storable, dict.fromkeys(ids)))
         for start in range(0, len(names), _BATCH):
             values = {"tenant": tenant, "now": self._clock(), "ids": names[start : start + _BATCH]}
             for row in connection.execute(WHOLE_BY_ID if has_text else HEADS_BY_ID, values):
-                found[row.id] = self._document(tenant, row)
+                with _tolerated("it is not found in prompts") if skips_damaged else nullcontext():
+                    found[row.id] = self._document(tenant, row)
         return found
 
     def _document(self, tenant: str, row: AnyRow) -> StoredDocument:
@@ -663,7 +684,8 @@ class DocumentStore:
                 for name in connection.execute(DELETED_SINCE, values).scalars():
                     searched.index.remove(name)
                 for row in connection.execute(WHOLE_CHANGED, values):
-                    searched.index.add(row.id, row.text.decode())
+                    with _tolerated("it is not found in prompts"):
+                        searched.index.add(row.id, text_of(row))
                 searched.change = counted.last_change
             return searched.index
 
@@ -693,10 +715,10 @@ def _is_storable(text: str) -> bool:
 
 @contextmanager
 def _tolerated(what: str) -> Iterator[None]:
-    """Logs that a database could not be written to where a request can be answered nevertheless."""
+    """Logs what failed in the database where a request can be answered nevertheless."""
     try:
         yield
-    except DocumentStoreUnavailable as error:
+    except (DocumentStoreUnavailable, DocumentDamaged) as error:
         logger.warning("%s: %s", what, error)
 
 

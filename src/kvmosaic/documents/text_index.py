@@ -5,13 +5,14 @@
     prompt   "... Context: The tower of Fenbury is forty metres high, and older than the town. How high ..."
 
 Each text has one anchor. The hashes of all windows of 32 characters of a prompt are computed together and looked up;
-where an anchor is found, the whole text is compared.
+where an anchor is found, the digest of the whole text is compared. The texts themselves are not kept.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +46,9 @@ class TextIndex:
     def __init__(self) -> None:
         """Creates an empty index."""
         self._base = secrets.randbits(64) | 1
-        self._texts: dict[str, tuple[int, int, str]] = {}
-        """By id: hash of the anchor, its place in the text, and the text."""
+        self._key = secrets.token_bytes(16)
+        self._texts: dict[str, tuple[int, int, int, bytes]] = {}
+        """By id: hash of the anchor, its place in the text, and length and digest of the text."""
         self._by_hash: dict[int, list[str]] = {}
         self._is_slot_used = np.zeros(_MIN_SLOTS, dtype=bool)
         """By the highest bits of a hash: whether a text may have that hash. Slots of removed texts stay used."""
@@ -72,7 +74,7 @@ class TextIndex:
         count, anchor, place = best
         if count >= MAX_SAME_ANCHOR:
             return
-        self._texts[text_id] = anchor, place, text
+        self._texts[text_id] = anchor, place, len(text), self._digest(text)
         self._by_hash.setdefault(anchor, []).append(text_id)
         if len(self._texts) * _SLOTS_PER_TEXT > len(self._is_slot_used):
             self._grow()
@@ -95,35 +97,39 @@ class TextIndex:
         left = _COMPARED_PER_CHARACTER * len(text) + 2**16
         found, end = list[tuple[int, int, str]](), 0
         matches = list[tuple[int, int, str]]()
-        for start, text_id, whole in self._candidates(text):
-            left -= len(whole) + _COMPARISON
+        for start, end_of_it, digest, text_id in self._candidates(text):
+            left -= end_of_it - start + _COMPARISON
             if left < 0:
                 break
-            if text.startswith(whole, start):
-                matches.append((start, start + len(whole), text_id))
+            if self._digest(text[start:end_of_it]) == digest:
+                matches.append((start, end_of_it, text_id))
         for match in sorted(matches, key=lambda match: (match[0], -match[1])):
             if match[0] >= end:
                 found.append(match)
                 end = match[1]
         return found
 
-    def _candidates(self, text: str) -> Iterator[tuple[int, str, str]]:
-        """Where a text may start whose anchor is in a prompt: its start, its id, and the text."""
+    def _candidates(self, text: str) -> Iterator[tuple[int, int, bytes, str]]:
+        """Where a text may be whose anchor is in a prompt: its start and end, its digest, and its id."""
         for offset in range(0, len(text), _WINDOWS) if self._texts else ():
             hashes = self._window_hashes(text[offset : offset + _WINDOWS + ANCHOR_CHARACTERS - 1])
             is_slot_used = self._is_slot_used  # another thread may replace it
             (places,) = np.nonzero(is_slot_used[hashes >> np.uint64(_shift(is_slot_used))])
             for index, anchor in zip(places.tolist(), hashes[places].tolist(), strict=True):
                 for text_id in tuple(self._by_hash.get(anchor, ())):
-                    _, place, whole = self._texts.get(text_id, (0, 0, ""))
-                    if whole and (start := offset + index - place) >= 0:
-                        yield start, text_id, whole
+                    _, place, length, digest = self._texts.get(text_id, (0, 0, 0, b""))
+                    start = offset + index - place
+                    if length and start >= 0 and start + length <= len(text):
+                        yield start, start + length, digest, text_id
 
     def _grow(self) -> None:
         is_slot_used = np.zeros(4 * len(self._is_slot_used), dtype=bool)
         hashes = np.fromiter(self._by_hash, dtype=np.uint64, count=len(self._by_hash))
         is_slot_used[hashes >> np.uint64(_shift(is_slot_used))] = True
         self._is_slot_used = is_slot_used
+
+    def _digest(self, text: str) -> bytes:
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=self._key).digest()
 
     def _hash(self, text: str) -> int:
         value = 0

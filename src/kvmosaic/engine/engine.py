@@ -422,7 +422,7 @@ class Engine(InferenceEngine):
         interval, now = self.chunk_config.log_stats_seconds, self.clock()
         if interval is not None and now - self._log_time >= interval:
             self._log_time = now
-            logger.info("%s", self.kv_cache.statistics())
+            logger.info("chunk cache: %s", self.kv_cache.statistics().summary())
 
 
 def _check_readable(prompt: Prompt, max_chunk_tokens: int | None) -> None:

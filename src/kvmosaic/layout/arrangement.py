@@ -6,6 +6,7 @@ import itertools
 from itertools import takewhile
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset
+from kvmosaic.layout.repaired_layout import exact_spans
 from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, Span, View
 from kvmosaic.layout.strategies import PositionStrategy, strategy_named
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
@@ -68,7 +69,9 @@ def arrange(
         base = spans[context[-1].span].end if context else 0
         views, start = placed.views_of(next(seen_by), base)
         if rules.takes_offsets:
-            start = _checked_offset(segment, max(start, placed.start_of_chunks), strategy)
+            lowest = max(start, placed.start_of_chunks)
+            is_bos = system is not None and system.text == "" and lowest == system.num_tokens
+            start = _checked_offset(segment, lowest, strategy, is_bos=is_bos)
         elif segment.position_offset is not None:
             raise InvalidOffset(
                 f"{segment.label} has position_offset {segment.position_offset}, but the strategy is {strategy!r}; "
@@ -155,7 +158,7 @@ def _context(spans: list[Span], num_before: int, chunk: Segment) -> tuple[View, 
     return tuple(View(index, 0) for index in range(next(same, len(seen))))
 
 
-def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:
+def _checked_offset(segment: Segment, lowest: int, strategy: str, *, is_bos: bool) -> int:
     offset = segment.position_offset
     if offset is None:
         if segment.origin:
@@ -168,9 +171,11 @@ def _checked_offset(segment: Segment, lowest: int, strategy: str) -> int:
             "document: give it, or choose another position_strategy"
         )
     if offset < lowest:
+        bos = ", or give all segments as token ids, which have no BOS token" if is_bos else ""
+        seen = "the BOS token of this model ends" if is_bos else "the tokens it sees end"
         raise InvalidOffset(
-            f"{segment.label} has position_offset {offset}, but the tokens it sees end at {lowest}; "
-            f"use an offset of at least {lowest}"
+            f"{segment.label} has position_offset {offset}, but {seen} at {lowest}; "
+            f"use an offset of at least {lowest}{bos}"
         )
     return offset
 
@@ -186,7 +191,11 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
     """
     if not any(span.is_chunk for span in layout.spans):
         return f"exact: {remark}" if remark else "exact"
-    apart = "documents do not see each other"
+    apart, exact = "documents do not see each other", exact_spans(layout)
+    chunks = [index for index, span in enumerate(layout.spans) if span.is_chunk]
+    if any(layout.spans[view.span].is_chunk for index in chunks for view in layout.spans[index].views):
+        apart = "documents see only the ones named in sees"
+        apart = "documents saw everything before them" if exact.issuperset(chunks) else apart
     if (index := layout.repair) is not None:
         apart += f", but for {layout.spans[index].num_tokens} repaired tokens"
     parts = [apart]

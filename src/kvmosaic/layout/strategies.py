@@ -134,7 +134,9 @@ def strategy_named(name: str) -> PositionStrategy:
         InvalidConfig: an unknown name.
     """
     if not isinstance(name, str) or name not in STRATEGIES:
-        raise InvalidConfig(f"position_strategy is {name!r:.80}; choose " + " or ".join(map(repr, STRATEGIES)))
+        ours = {"virtual": Shared.name, "offset": Sequential.name}.get(str(name))
+        hint = f" (here {name!r} is {ours!r})" if ours else ""
+        raise InvalidConfig(f"position_strategy is {name!r:.80}; choose " + " or ".join(map(repr, STRATEGIES)) + hint)
     return STRATEGIES[name]
 
 

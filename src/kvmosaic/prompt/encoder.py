@@ -25,7 +25,7 @@ from kvmosaic.prompt.preamble import (
     with_preamble,
     with_preamble_tokens,
 )
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, numbered
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, has_segments, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splits import fit_chunks
@@ -146,7 +146,7 @@ class PromptEncoder:
                 found = with_documents(prompt, finder, self.settings.max_prompt_chunks)
                 return self._splitting().encode(found, control_tokens=control_tokens, preamble=preamble)
         elif not isinstance(prompt, Prompt):
-            prompt = Prompt.plain(prompt, salt=salt)
+            prompt = Prompt(prompt, salt) if has_segments(prompt) else Prompt.plain(prompt, salt=salt)  # type: ignore[arg-type]
         self._check_count(prompt.segments)
         rule = self._preamble if preamble is None else preamble_rule(preamble)
         segments, encodings, pieces = [], [], list[TextPiece]()

@@ -74,7 +74,8 @@ def _kind(kind: object) -> SegmentKind:
 class Segment:
     """A run of tokens (or the text to tokenize) that is computed together.
 
-    One of `text` and `token_ids` may be missing; a segment with token ids is ready for the layout.
+    One of `text` and `token_ids` may be missing; a segment with token ids (any sequence of whole numbers, such as a
+    tensor) is ready for the layout.
     """
 
     kind: SegmentKind
@@ -113,8 +114,11 @@ class Segment:
             raise InvalidPrompt(
                 f"a segment's name must be a text of at most {MAX_NAME_CHARACTERS} characters, got {self.name!r:.80}"
             )
-        if not isinstance(self.sees, tuple):
-            raise InvalidSees(f"sees must be a tuple of chunk numbers or names, got {self.sees!r:.80}")
+        if self.token_ids is not None and type(self.token_ids) is not tuple:
+            object.__setattr__(self, "token_ids", whole_numbers(self.token_ids))
+        if not isinstance(self.sees, list | tuple):
+            raise InvalidSees(f"sees must be a list of chunk numbers or names, got {self.sees!r:.80}")
+        object.__setattr__(self, "sees", tuple(self.sees))
         check_offset(self.position_offset, InvalidOffset)
         check_document_priority(self.priority)
         if self.token_ids is None and self.text is None:
@@ -158,6 +162,9 @@ class Segment:
 class Prompt:
     """An ordered tuple of segments: `[system] (chunk | text)* question`, or one `plain` segment.
 
+    `Prompt(["Answer.", llm.chunks["guide"], "What does it say?"])`: a chunk handle is its segment, and a text is the
+    system text if it is first, the question if it is last, and a text segment between them.
+
     Chunks see the system segment. A text, like the question, sees everything before it and is computed with the
     request: text between documents, or what follows the stable part of a system text (its *preamble*), such as a date.
 
@@ -183,6 +190,8 @@ class Prompt:
     prompts with documents only."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.segments, tuple) or any(type(part) is not Segment for part in self.segments):
+            object.__setattr__(self, "segments", _segments_of(self.segments))
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARACTERS:
             raise InvalidPrompt(
                 f"tenant must be a text of at most {MAX_TENANT_CHARACTERS} characters, got {self.tenant!r:.80}"
@@ -367,6 +376,37 @@ class Prompt:
         return cls((Segment(SegmentKind.PLAIN, whole_numbers(token_ids)),), salt=salt)
 
 
+def has_segments(value: object) -> bool:
+    """Whether this is a list of parts of one prompt: some are segments or chunk handles."""
+    return isinstance(value, list | tuple) and any(isinstance(_unwrapped(part), Segment) for part in value)
+
+
+def _unwrapped(part: object) -> object:
+    return getattr(part, "segment", part)
+
+
+def _segments_of(parts: object) -> tuple[Segment, ...]:
+    """The segments of a prompt that was given as segments, chunk handles and texts.
+
+    Raises:
+        InvalidPrompt: something else.
+    """
+    is_list = isinstance(parts, Iterable) and not isinstance(parts, str | bytes)
+    given = [_unwrapped(part) for part in parts] if is_list else [parts]  # type: ignore[attr-defined]
+    wrong = [part for part in given if not isinstance(part, Segment) and not (is_list and isinstance(part, str))]
+    if not given or wrong:
+        raise InvalidPrompt(
+            "a prompt is a list of segments, chunk handles and texts, such as "
+            f"Prompt([llm.chunks['guide'], 'What does it say?']), got {(wrong or given)!r:.80}"
+        )
+    kinds = [SegmentKind.SYSTEM, *[SegmentKind.TEXT] * (len(given) - 1)]
+    kinds[-1] = SegmentKind.QUESTION
+    return tuple(
+        Segment(kind, text=part) if isinstance(part, str) else part  # type: ignore[misc]
+        for kind, part in zip(kinds, given, strict=True)
+    )
+
+
 def document_segment(document: Document, sees: tuple[int | str, ...] = ()) -> Segment:
     """The chunk of a document, with its text alone."""
     return Segment(
@@ -404,7 +444,8 @@ def whole_numbers(token_ids: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, token_ids))
     except TypeError as error:
-        raise InvalidTokenId(f"token ids must be whole numbers: {error}") from None
+        way_out = "; give text=..." if isinstance(token_ids, str) else ""
+        raise InvalidTokenId(f"token ids must be whole numbers: {error}{way_out}") from None
 
 
 def numbered(segments: Sequence[Segment]) -> tuple[Segment, ...]:

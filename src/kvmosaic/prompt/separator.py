@@ -8,6 +8,7 @@ from kvmosaic.errors import EmptySegment, InvalidPrompt, InvalidSeparator
 
 MAX_TEXT_CHARACTERS = 2**25
 MAX_SEPARATOR_CHARACTERS = 256
+_INLINE = re.compile(r"(?<=[^\s#\\])[ \t]*##(?!#)")
 
 
 def read_separator(separator: str | None) -> str | None:
@@ -79,6 +80,16 @@ def named_parts(text: str, separator: str | None) -> tuple[str, list[str], str] 
                 f"or write \\{separator} where {separator!r} is meant as text"
             )
     return stripped[0], stripped[1:-1], stripped[-1]
+
+
+def told_separators(prompt: object) -> str:
+    """A warning where an ordinary prompt has ## inside its lines, as documents are separated elsewhere; or empty."""
+    if not isinstance(prompt, str) or len(_INLINE.findall(prompt)) < 2:
+        return ""
+    return (
+        "this text has '##' inside its lines and is one ordinary prompt; if they separate documents, use "
+        "Prompt.from_text(text), or LLM(..., chunk_separator='##')"
+    )
 
 
 def check_text(text: object) -> None:

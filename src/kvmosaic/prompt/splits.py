@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from zlib import crc32
 
 from kvmosaic.errors import ChunkTooLong
 from kvmosaic.prompt.document import MAX_POSITION
-from kvmosaic.prompt.segment import Segment, SegmentKind, seen_chunks
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.tokenizer import Encoded
 
 _SENTENCE_END = re.compile(r"[.!?。！？]['\")\]]*$")
@@ -67,6 +67,20 @@ def fit_chunks(
             new_numbers.append(range(first, first + len(parts)))
         result += parts
     return tuple(result)
+
+
+def told_splits(prompts: Iterable[Prompt]) -> str:
+    """A warning that documents were split for their length; empty if none was."""
+    chunks = (chunk for prompt in prompts for chunk in prompt.chunks if not chunk.is_section)
+    first = [(chunk.label, chunk.part[1]) for chunk in chunks if chunk.part and chunk.part[0] == 1]
+    listed = [f"{label.replace(f' (1/{count})', '')}, {count} parts" for label, count in first]
+    if not listed:
+        return ""
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return (
+        f"documents longer than a chunk may be (max_chunk_tokens) were split: {'; '.join(listed[:8])}{more}; no part "
+        "sees the others"
+    )
 
 
 def _split(segment: Segment, encoded: Encoded, limit: int, *, is_in_sections: bool) -> tuple[Segment, ...]:

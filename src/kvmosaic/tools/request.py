@@ -66,8 +66,8 @@ class ToolChoice:
 
     mode: str = "auto"
     """auto, none, required, or named."""
-    name: str = ""
-    """The tool that must be called, if it is named."""
+    names: tuple[str, ...] | None = None
+    """The tools that may be called, or the one that must be; None: all."""
 
     @property
     def is_forced(self) -> bool:
@@ -89,8 +89,8 @@ class ToolRequest:
         """Tools that the answer may call."""
         if self.choice.mode == "none":
             return ()
-        named = self.choice.name if self.choice.mode == "named" else None
-        return tuple(tool for tool in self.tools if named in (None, tool.name))
+        names = self.choice.names
+        return tuple(tool for tool in self.tools if names is None or tool.name in names)
 
     @property
     def is_single(self) -> bool:
@@ -107,7 +107,8 @@ def read_tool_request(tools: object, choice: object = None, parallel: object = N
 
     Args:
         tools: [{"type": "function", "function": {"name", "description", "parameters", "strict"}}], or None.
-        choice: "auto" (the default), "none", "required" or {"type": "function", "function": {"name": ...}}.
+        choice: "auto" (the default), "none", "required", {"type": "function", "function": {"name": ...}}, or
+            {"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}, flat or under "allowed_tools".
         parallel: whether an answer may hold several calls; None: it may.
 
     Raises:
@@ -222,12 +223,34 @@ def _read_choice(choice: object, names: Sequence[str]) -> ToolChoice:
         if choice == "required" and not names:
             raise InvalidTools("tool_choice is 'required', and there are no tools; send some")
         return ToolChoice(choice)
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    given = choice if isinstance(choice, Mapping) else {}
+    if given.get("type") == "allowed_tools":
+        return _read_allowed(given.get("allowed_tools", given), names)
+    function = given.get("function") if given.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise InvalidTools(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+            'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
         )
-    if name not in names:
-        raise InvalidTools(f"tool_choice names {name!r:.80}, which is none of the tools; send it, or choose another")
-    return ToolChoice("named", name)
+    return ToolChoice("named", _known((name,), names))
+
+
+def _read_allowed(given: Any, names: Sequence[str]) -> ToolChoice:
+    """A choice of some tools. Tools of other types are left out, since only functions can be called here."""
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise InvalidTools(
+            f"tool_choice 'allowed_tools' needs a mode ('auto' or 'required') and a list of tools, got {given!r:.80}"
+        )
+    allowed = _known([name for tool in tools if (name := name_of(tool))], names)
+    if not allowed and mode == "required":
+        raise InvalidTools("tool_choice requires a call and allows no function; name one of the tools")
+    return ToolChoice(mode, allowed)
+
+
+def _known(chosen: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    unknown = next((name for name in chosen if name not in names), None)
+    if unknown is not None:
+        raise InvalidTools(f"tool_choice names {unknown!r:.80}, which is none of the tools; send it, or choose another")
+    return tuple(chosen)

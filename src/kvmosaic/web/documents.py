@@ -29,7 +29,7 @@ from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.web.errors import ErrorReply, error_replies, not_allowed, streamed
-from kvmosaic.web.json_body import ParsedRoute
+from kvmosaic.web.json_body import ParsedRoute, warn, warnings_of
 from kvmosaic.web.sse import EventStream, event, open_stream
 from kvmosaic.web.uploads import UploadSummary, form_body, upload
 
@@ -244,7 +244,8 @@ def _warm_router() -> APIRouter:
     async def warm_documents(request: Request, body: WarmRequest, served: Served) -> WarmSummary | EventStream:
         """Computes documents now, so that later requests find them: some by id, others as they are, or all."""
         served.check_warmable(body.model)
-        documents = await served.in_thread(_chosen_documents, served, body)
+        documents, warnings = await served.in_thread(_chosen_documents, served, body)
+        warn(request, *warnings)
         return await reply(request, served, documents, body)
 
     @routes.post(ONE + ":warm", **options)
@@ -255,15 +256,15 @@ def _warm_router() -> APIRouter:
         body = body or WarmOneRequest()
         served.check_warmable(body.model)
         await served.in_thread(served.store.get, served.tenant, document_id)
-        return await reply(request, served, (document_id,), body)
+        return await reply(request, served, {0: document_id}, body)
 
     async def reply(
         request: Request,
         served: ServedDocuments,
-        documents: tuple[Document | str, ...],
+        documents: Mapping[int, Document | str],
         body: WarmOneRequest | WarmRequest,
     ) -> WarmSummary | EventStream:
-        job = WarmJob(documents, body, body.cache_salt or "")
+        job = WarmJob(documents, body, body.cache_salt or "", warnings_of(request))
         if body.stream:
             return await open_stream(request, _warm_events(served, job))
         return await _warm_all(served, job)
@@ -279,7 +280,7 @@ async def _warm_events(served: ServedDocuments, job: WarmJob) -> AsyncGenerator[
             summary.add(warmed)
             yield event(WarmedObject.of(warmed), "document.failed" if warmed.error else "document.warmed")
     summary.ms = round((time.monotonic() - started) * 1e3, 3)
-    await _count_evicted(served, summary, evictions)
+    await _end(served, job, summary, evictions)
     yield event(summary, "documents.warmed")
 
 
@@ -289,24 +290,28 @@ async def _warm_all(served: ServedDocuments, job: WarmJob) -> WarmSummary:
     async with aclosing(served.warm(job)) as ends:
         ended = [warmed async for warmed in ends]
     summary = WarmSummary.of(ended, time.monotonic() - started)
-    await _count_evicted(served, summary, evictions)
+    await _end(served, job, summary, evictions)
     return summary
 
 
-async def _count_evicted(served: ServedDocuments, summary: WarmSummary, before: int | None) -> None:
+async def _end(served: ServedDocuments, job: WarmJob, summary: WarmSummary, before: int | None) -> None:
+    if job.warnings:
+        summary.warnings = list(job.warnings)
     now = await served.num_evictions()
     if now is not None and before is not None:
         summary.num_evicted = max(now - before, 0)
 
 
-def _chosen_documents(served: ServedDocuments, body: WarmRequest) -> tuple[Document | str, ...]:
-    """Returns ids of stored documents and texts, in the order of the body.
+def _chosen_documents(
+    served: ServedDocuments, body: WarmRequest
+) -> tuple[Mapping[int, Document | str], tuple[str, ...]]:
+    """Returns ids of stored documents and texts by their places, and warnings.
 
     Raises:
         UnknownDocument: an id that this tenant has not stored.
         InvalidDocument: an entry without text and id.
     """
     store, tenant = served.store, served.tenant
-    chosen = body.chosen(lambda: [document.id for document in store.documents(tenant)])
-    store.check_stored(tenant, [name for name in chosen if isinstance(name, str)])
-    return chosen
+    chosen, warnings = body.chosen(lambda: [document.id for document in store.documents(tenant)])
+    store.check_stored(tenant, [name for name in chosen.values() if isinstance(name, str)])
+    return chosen, warnings

@@ -461,6 +461,9 @@ def test_borders_of_a_sender_are_checked_and_passed_on_as_they_are(route: Any) -
         ([1, 15, 9], {"system": 1, "chunks": [1], "repiar": 3}, "no field 'repiar'"),
         ([1, 15, 9], 5, "give an object"),
         ("a text", BORDERS, "counts token ids"),
+        ([1, 2, 3, 4, 5], {"chunks": [3], "pins": [1]}, "pins is set by the server.*POST /v1/documents/ID:pin"),
+        ([1, 2, 3, 4, 5], {"chunks": [3], "labels": ["a [stored 1]"]}, "labels is set by the server"),
+        ([1, 2, 3, 4, 5], {"chunks": [3], "changes": [9]}, "changes is set by the server"),
     ],
 )
 def test_borders_that_cannot_be_right_are_refused(route: Any, tokens: Any, borders: Any, message: str) -> None:

@@ -56,6 +56,23 @@ def test_warmed_document_is_reused_by_the_first_request(alpha: Client) -> None:
     assert again["data"][0]["was_cached"] and again["num_cached"] == 1 and again["num_computed"] == 0
 
 
+def test_bad_documents_spoil_no_list_of_them(alpha: Client) -> None:
+    parts = [
+        " ",
+        {"id": "m", "text": "One."},
+        {"id": "m", "text": "Two.\0", "sees": ["n"]},
+        {"id": "m", "text": "One."},
+    ]
+    alpha.store("x")
+    reply = alpha.post("/v1/documents:warm", json={"ids": ["x"], "documents": parts})
+    assert [(each["index"], each["id"]) for each in reply.json()["data"]] == [(0, "x"), (2, "m"), (3, "m#2")]
+    told = reply.json()["warnings"]
+    assert [each for word in ("U+FFFD", "blank", "read once", "#2") for each in told if word in each] == told
+    assert reply.headers["X-Kvmosaic-Warning"] == "; ".join(told)
+    used = alpha.ask(parts[1], parts[2] | {"sees": None}, parts[3])["kvmosaic"]["documents"]  # type: ignore[operator]
+    assert {line["action"] for line in used} <= {"reused", "moved"}
+
+
 def test_documents_are_warmed_for_requests_that_let_them_see_nothing(alpha: Client) -> None:
     alpha.store("x")
     for url in ("/v1/documents/x:warm", "/v1/documents:warm"):

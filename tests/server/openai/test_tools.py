@@ -23,6 +23,7 @@ TOOLS = [
 ]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}  # type: ignore[index,call-overload]
 ADD = {"type": "function", "function": {"name": "add"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [ADD]}}
 ROUTE = "/v1/chat/completions"
 
 
@@ -65,7 +66,7 @@ def reassembled(chunks: list[Any], index: int = 0) -> tuple[str | None, list[lis
     return content or None, calls, reason
 
 
-@pytest.mark.parametrize("choice", ["required", ADD], ids=["required", "named"])
+@pytest.mark.parametrize("choice", ["required", ADD, ALLOWED], ids=["required", "named", "allowed"])
 def test_a_forced_call_keeps_to_its_schema_streamed_or_not(calling: openai.OpenAI, choice: Any) -> None:
     for seed in range(3):
         reply = ask(calling, tool_choice=choice, seed=seed, parallel_tool_calls=False).choices[0]

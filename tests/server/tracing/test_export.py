@@ -7,12 +7,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from support.server import RunningServer, ServeCommand, wait_until
 
 from kvmosaic.errors import InvalidConfig
@@ -38,6 +42,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
+        self.is_endless, self.num_sent = False, 0
         self.gate = threading.Event()
         """Requests wait here; set at first."""
         self.gate.set()
@@ -47,6 +52,10 @@ class Collector:
             def do_POST(self) -> None:
                 collector.gate.wait(60)
                 collector.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+                with suppress(OSError):  # the client is gone
+                    while collector.is_endless:
+                        sent = bytes(2**16) if collector.num_sent else b"HTTP/1.1 503 Busy\r\n\r\n"
+                        collector.num_sent += self.wfile.write(sent)
                 self.send_response(200 if self.path == "/v1/traces" else 404)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -103,6 +112,25 @@ def test_collector_that_does_not_answer_delays_neither_requests_nor_the_end(
         assert tracing is not None
         tracing.close()
         assert statuses == {200} and not collector.bodies  # the collector has not answered yet
+
+
+def test_a_collector_that_writes_without_end_is_cut_off(collector: Collector) -> None:
+    collector.is_endless = True
+    exporter = OTLPSpanExporter(endpoint=collector.address, session=export._bounded_session(), timeout=0.3)
+    span = TracerProvider().get_tracer("test").start_span("span")
+    span.end()
+    exporter.export([cast("ReadableSpan", span)])
+    exporter.shutdown()
+    collector.is_endless = False
+    assert 0 < collector.num_sent < 2**26
+
+
+def test_headers_that_a_client_sent_wrong_cost_no_line(collector: Collector, caplog: pytest.LogCaptureFixture) -> None:
+    tracing = export.Tracing(collector.address + "/v1/traces", "model", time.monotonic)
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert tracing.begin("POST", [parent], ["=,no pair", "a=1,a=2"]) is not None
+    tracing.close()
+    assert "spans of requests are not sent" not in caplog.text
 
 
 def test_endpoint_that_cannot_be_reached_costs_one_line(

@@ -37,6 +37,8 @@ MAX_SEEN = 2**16
 MAX_CHANGE = 1 << 63
 Repair = int | tuple[tuple[int, ...], ...]
 """Repaired tokens: so many at the start of each chunk; or by chunk its runs: start, stop, start, stop, …, ascending."""
+OF_STORED = ("labels", "pins", "changes")
+"""Fields of a composition that only the front sets, from stored documents."""
 _LISTS = ("ids", "texts", "continues", "labels", "pins", "changes", "priorities")
 """Fields of a composition that are empty, or have an entry for each chunk."""
 

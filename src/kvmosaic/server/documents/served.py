@@ -193,7 +193,7 @@ async def warm_stored(services: Services) -> None:
     for tenant in services.tenants:
         served = ServerDocuments(services, tenant, "warm-on-start")
         stored = await asyncio.to_thread(services.documents.documents, tenant.name)
-        job = WarmJob(tuple(document.id for document in reversed(stored)), options)
+        job = WarmJob(dict(enumerate(document.id for document in reversed(stored))), options)
         num_tokens, evictions = 0, await served.num_evictions()
         try:
             async with aclosing(served.warm(job)) as ends:

@@ -21,6 +21,7 @@ from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
+from kvmosaic.prompt.splits import told_splits
 from kvmosaic.sampling.params import FOLLOWED
 from kvmosaic.server.generation.sampling_fields import Defaults
 from kvmosaic.server.settings import ServerSettings
@@ -222,7 +223,7 @@ def _told(llm: LLM, prompt: Prompt, given: GivenDocuments) -> EncodedPrompt:
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
     ids = frozenset(filter(None, (*(document.id for document in given.documents), *found)))
     note = f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else ""
-    return EncodedPrompt(prompt, note, ids, warnings=given.warnings)
+    return EncodedPrompt(prompt, note, ids, warnings=(*given.warnings, *filter(None, [told_splits([prompt])])))
 
 
 def _encode_chat(

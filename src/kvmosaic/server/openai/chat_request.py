@@ -29,6 +29,7 @@ from kvmosaic.server.openai.request_fields import (
     ChoiceFields,
 )
 from kvmosaic.server.openai.tool_fields import (
+    AllowedChoice,
     CalledFunction,
     CallFields,
     Calls,
@@ -214,7 +215,7 @@ class ChatRequest(ChoiceFields, ChatFields):
         choice: Any = self.tool_choice if self.function_call is None else self.function_call
         if isinstance(choice, NamedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
-        elif isinstance(choice, NamedChoice):
+        elif isinstance(choice, NamedChoice | AllowedChoice):
             choice = choice.model_dump()
         return read_tool_request(self.plain_tools(), choice, False if self.functions else self.parallel_tool_calls)
 

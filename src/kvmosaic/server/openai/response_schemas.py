@@ -36,7 +36,7 @@ from kvmosaic.server.openai.response_items import (
     ReasoningContent,
     in_turns,
 )
-from kvmosaic.server.openai.tool_fields import FlatChoice, FlatChoiceField, FlatTools
+from kvmosaic.server.openai.tool_fields import FlatChoiceField, FlatTools
 from kvmosaic.tools import ToolRequest, read_tool_request
 
 LOGPROBS = "message.output_text.logprobs"
@@ -148,7 +148,8 @@ class ResponseRequest(SharedFields):
         Raises:
             InvalidTools: tools that cannot be called, or a choice that does not go with them.
         """
-        choice = self.tool_choice.plain() if isinstance(self.tool_choice, FlatChoice) else self.tool_choice
+        choice: Any = self.tool_choice
+        choice = choice if choice is None or isinstance(choice, str) else choice.plain()
         return read_tool_request([tool.plain() for tool in self.tools or ()], choice, self.parallel_tool_calls)
 
     def warning(self) -> str:

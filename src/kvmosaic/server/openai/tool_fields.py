@@ -14,6 +14,8 @@ from kvmosaic.tools.request import MAX_NAME_CHARACTERS, MAX_TOOL_CHARACTERS, MAX
 from kvmosaic.web.errors import as_api_error
 
 MAX_CALLS = 1_024
+_CHOICES = ("function", "allowed_tools")
+"""Types of choices, and the names of what they have in the nested form."""
 ToolName = Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_CHARACTERS)]
 
 
@@ -51,11 +53,35 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """The tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Plain], Field(max_length=MAX_TOOLS, description="The names of some of the request's tools.")]
+
+
+class AllowedChoice(Body):
+    """A choice of some tools. The model reads all of them, so that the cached prefix stays."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def flat_function(value: Any) -> Any:
     """A tool or a choice of /v1/responses, also where it has the nested form of the chat route."""
-    if not isinstance(value, Mapping) or not isinstance(value.get("function"), Mapping):
+    kinds = _CHOICES if isinstance(value, Mapping) else ()
+    nested = next((kind for kind in kinds if isinstance(value.get(kind), Mapping)), None)
+    if nested is None:
         return value
-    return {name: each for name, each in value.items() if name != "function"} | value["function"]
+    return {name: each for name, each in value.items() if name != nested} | value[nested]
+
+
+def _nested_choice(value: Any) -> Any:
+    """A choice of the chat route, also where it has the flat form of /v1/responses."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in _CHOICES or kind in value:
+        return value
+    return {"type": kind, kind: {name: each for name, each in value.items() if name != "type"}}
 
 
 def _function_only(value: Any) -> Any:
@@ -75,6 +101,16 @@ class FlatTool(FunctionFields):
         return {"type": "function", "function": self.model_dump(exclude_unset=True, exclude={"type"})}
 
 
+class FlatAllowed(AllowedTools):
+    """A choice of some tools, of /v1/responses."""
+
+    type: Literal["allowed_tools"]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the choice as `read_tool_request` reads it."""
+        return self.model_dump()
+
+
 class FlatChoice(NamedFunction):
     """A choice of one function, of /v1/responses."""
 
@@ -86,10 +122,16 @@ class FlatChoice(NamedFunction):
 
 
 FlatTools = Annotated[list[Annotated[FlatTool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
-FlatChoiceField = Annotated[Literal["none", "auto", "required"] | FlatChoice, BeforeValidator(flat_function)]
+FlatChoiceField = Annotated[
+    Literal["none", "auto", "required"] | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")],
+    BeforeValidator(flat_function),
+]
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 Functions = Annotated[list[FunctionFields], Field(max_length=MAX_TOOLS)]
-ToolChoiceField = Literal["none", "auto", "required"] | NamedChoice
+ToolChoiceField = Annotated[
+    Literal["none", "auto", "required"] | Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")],
+    BeforeValidator(_nested_choice),
+]
 
 
 class CalledFunction(Body):

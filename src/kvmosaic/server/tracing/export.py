@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -12,6 +14,8 @@ from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResou
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from requests import PreparedRequest, Response, Session
+from requests.adapters import HTTPAdapter
 
 from kvmosaic import __version__
 from kvmosaic.errors import InvalidConfig
@@ -23,6 +27,7 @@ FLUSH_SECONDS = 5.0
 MAX_HEADER_CHARACTERS = 512
 """Maximum length of `traceparent`, and of all `tracestate` together; longer ones are ignored."""
 MAX_MESSAGE_CHARACTERS = 300
+MAX_REPLY_BYTES = 2**16
 
 logger = logging.getLogger("kvmosaic.server")
 
@@ -55,7 +60,8 @@ class Tracing:
         self._clock = clock
         self._propagator = TraceContextTextMapPropagator()
         try:
-            self._exporter = exporter or OTLPSpanExporter(endpoint=endpoint)
+            session = None if any("CREDENTIAL_PROVIDER" in name for name in os.environ) else _bounded_session()
+            self._exporter = exporter or OTLPSpanExporter(endpoint=endpoint, session=session)
             self._processor = BatchSpanProcessor(self._exporter)
             self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         except ValueError as error:
@@ -98,6 +104,24 @@ class Tracing:
         return self._propagator.extract(carrier, Context())
 
 
+class _BoundedReplies(HTTPAdapter):
+    """Sends, and reads so much of a reply only: a collector may write without end."""
+
+    def send(self, request: PreparedRequest, stream: bool = False, **options: Any) -> Response:  # type: ignore[override]
+        """Returns the reply, cut off."""
+        reply = super().send(request, stream=True, **options)
+        with reply:
+            reply._content = reply.raw.read(MAX_REPLY_BYTES, decode_content=False)
+        return reply
+
+
+def _bounded_session() -> Session:
+    session = Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _BoundedReplies())
+    return session
+
+
 def _resource() -> Resource:
     """Describes this service, as far as the environment does not."""
     given = OTELResourceDetector().detect().attributes
@@ -126,6 +150,8 @@ class _Messages(logging.Handler):
         self._logger.propagate = self._did_propagate
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Logs a message, unless there was one within a minute."""
+        """Logs a message, unless there was one within a minute; headers that a client sent wrong hinder no span."""
+        if record.name.startswith("opentelemetry.trace"):
+            return
         message = record.getMessage()[:MAX_MESSAGE_CHARACTERS]
         self._notices.warn("spans", f"spans of requests are not sent to {self._endpoint}: {message}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.json_limits import mended
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
-from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, Composition, How, composed
+from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, OF_STORED, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.internal_requests import api_error
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
@@ -180,7 +180,15 @@ def _as_it_is(content: bytes, body: dict[str, Any]) -> Rewritten:
 
 
 def _check_borders(body: dict[str, Any], route: Route, params: dict[str, Any]) -> None:
-    """Checks that boundaries set by the client come with its own token ids."""
+    """Checks that boundaries set by the client come with its own token ids, and without what stored documents say."""
+    fields = params[FIELD]
+    if taken := [name for name in OF_STORED if isinstance(fields, dict) and fields.get(name)]:
+        raise ApiError(
+            400,
+            f"kv_transfer_params.{FIELD}.{taken[0]} is set by the server, for stored documents; leave it out, or store "
+            "the document and pin it with POST /v1/documents/ID:pin",
+            param="kv_transfer_params",
+        )
     token_ids = body.get("prompt") if route == "completion" else params.get(_TOKENS)
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
         place = "prompt" if route == "completion" else f"kv_transfer_params.{_TOKENS}"
