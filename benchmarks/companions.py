@@ -32,11 +32,11 @@ import torch
 from apart import Apart, Ids, Reader, Reading
 from facts import RESULTS, save
 from log_probabilities import Nearness
+from replay import Trace, TraceBlock, read_trace
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvmosaic.bench.trace.trace import Trace, TraceBlock, read_trace
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.loaders import load
 from kvmosaic.eval.scores import score_case
