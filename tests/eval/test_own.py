@@ -99,7 +99,7 @@ def test_answers_documents_and_ids_are_taken_where_they_are_known(folder: Path, 
     [
         ('{"question": 5}', "question: it must be a text"),
         ('{"answer": "x"}', "there is no 'question'"),
-        ('{"question": "x"', "it begins as JSON and is not"),
+        ('{"question": "x"', "it is not JSON"),
         ('{"question": "x", "documents": ["sea"]}', "there is no document 'sea'"),
         ('{"question": "x", "documents": []}', "its list of documents is empty"),
         ('{"question": "x", "answer": []}', "answer: it is empty"),
