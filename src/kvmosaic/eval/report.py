@@ -295,7 +295,7 @@ def save_plot(report: EvalReport, path: Path) -> Path:
 def _draw(
     axes: Axes, summaries: Sequence[Summary], points: Sequence[tuple[float, float]], front: Sequence[int]
 ) -> None:
-    """Draws points with their policies, one colour for each place, and the line of those that no other beats."""
+    """Draws points with their policies, one colour for each place, and the Pareto front as a line."""
     named: dict[str, list[tuple[float, float]]] = {}
     for summary, point in zip(summaries, points, strict=True):
         way = summary.way
