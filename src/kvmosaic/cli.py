@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from kvmosaic.adapt.command import adapt_command
 from kvmosaic.bench.bench_command import bench_command
-from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
 from kvmosaic.console.options import (
@@ -26,8 +25,10 @@ from kvmosaic.console.options import (
     ModelOptions,
     PromptArguments,
     SamplingOptions,
+    SecretVariable,
     ServerURL,
     Takes,
+    Tier,
     Timeout,
     grouped,
 )
@@ -74,6 +75,7 @@ app = CommandGroup(
 )
 
 
+cache = CommandGroup(no_args_is_help=True, add_completion=False, help="List and verify the documents stored in tiers.")
 app.add_typer(cache, name="cache")
 app.add_typer(documents, name="documents")
 app.add_typer(vllm, name="vllm")
@@ -212,6 +214,36 @@ def warm(
 
     opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
     raise typer.Exit(warm_folder(opening, folder.warming(), as_json))
+
+
+@cache.command("ls")
+def list_entries(
+    tier: Tier,
+    limit: Annotated[int, typer.Option(min=0, help="Most entries that are shown; 0 shows all.")] = 50,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with this in a name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and entry.")] = False,
+) -> None:
+    """List the entries of a tier, the last used first.
+
+    kvmosaic cache ls disk:/var/cache/kvmosaic
+    """
+    from kvmosaic.console.cache_entries import list_entries
+
+    list_entries(tier, name, limit, as_json)
+
+
+@cache.command()
+def verify(
+    tier: Tier,
+    secret_env: SecretVariable = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Put damaged entries aside.")] = False,
+    as_json: AsFields = False,
+) -> None:
+    """Check every byte of every entry. Exit code 1 if one is damaged."""
+    from kvmosaic.console.cache_entries import verify
+
+    if not verify(tier, secret_env, quarantine, as_json):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.cache.selection import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
+from kvmosaic.console.cache_entries import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
 from kvmosaic.console.folder import find_documents, read_document
 from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.warm.report import WarmCounts, WarmingBar, show_counts
