@@ -32,8 +32,8 @@ from kvmosaic.console.options import (
     Timeout,
     grouped,
 )
-from kvmosaic.console.plan.command import plan
-from kvmosaic.console.vllm.commands import vllm
+from kvmosaic.console.plan import plan
+from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
@@ -150,7 +150,7 @@ def check(
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     if in_vllm:
-        from kvmosaic.console.vllm.check import show_engine_check
+        from kvmosaic.console.vllm_check import show_engine_check
 
         if not show_engine_check(opening.model, vllm_options or ()):
             raise typer.Exit(1)
@@ -210,7 +210,7 @@ def warm(
 
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
-    from kvmosaic.console.warm.folder import warm_folder
+    from kvmosaic.console.warm_folder import warm_folder
 
     opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
     raise typer.Exit(warm_folder(opening, folder.warming(), as_json))

@@ -9,7 +9,7 @@ from subprocess import run
 import pytest
 
 from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import MAX_BLOCKS, by_memory, codec_share, parse_headroom
+from kvmosaic.capacity.plan import MAX_BLOCKS, codec_share, parse_headroom
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
@@ -125,12 +125,6 @@ def test_notes_say_what_goes_wrong() -> None:
     assert "larger max_chunks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16)).notes)
     assert "larger blocks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16), block_size=1).notes)
     assert "is kept twice, unless chunk_context is system" in notes
-
-
-def test_plot_begins_with_one_document_and_only_rises() -> None:
-    points = by_memory(plan_capacity(MODEL, GIB, DEMAND), 12)
-    sizes, rates = zip(*points, strict=True)
-    assert list(sizes) == sorted(sizes) and list(rates) == sorted(rates)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvmosaic.console.prompt_source import PromptSource
-    from kvmosaic.console.warm.folder import Warming
+    from kvmosaic.console.warm_folder import Warming
     from kvmosaic.llm import LLM
     from kvmosaic.sampling import SamplingParams
 
@@ -353,6 +353,6 @@ class FolderOptions:
 
     def warming(self) -> Warming:
         """What `warm_folder` needs."""
-        from kvmosaic.console.warm.folder import Warming
+        from kvmosaic.console.warm_folder import Warming
 
         return Warming(self.folder, self.glob, self.system, self.system_file, self.tenant)
