@@ -22,7 +22,7 @@ from kvmosaic.integrations.vllm.operations import (
     StoredRun,
 )
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.settings import tier_config
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries, worker_fingerprint
 from kvmosaic.memory import ChunkTensors
