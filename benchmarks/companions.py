@@ -41,7 +41,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.loaders import load
 from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
-from kvmosaic.eval.text.similar_records import MAX_RECORDS
+from kvmosaic.eval.text.recipes import MAX_RECORDS
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import paragraph_for
 

@@ -83,7 +83,7 @@ app.add_typer(vllm, name="vllm")
 
 def main() -> None:
     """Entry point of the `kvmosaic` command."""
-    from kvmosaic.threads import this_machine, thread_variables
+    from kvmosaic.container import this_machine, thread_variables
 
     if sys.argv[1:2] != ["vllm"]:  # which manages the cores itself
         os.environ.update(thread_variables(os.environ, this_machine()))

@@ -81,7 +81,7 @@ class EngineOptions:
             InvalidConfig: an unknown engine, or no interpreter.
         """
         from kvmosaic.bench.peers.startup import PEERS, PeerOptions
-        from kvmosaic.threads import this_machine
+        from kvmosaic.container import this_machine
 
         return PeerOptions(
             tuple(self.engine or PEERS),

@@ -7,8 +7,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, Select, Table, and_, bindparam, or_, select
 
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TEXTS
-from kvmosaic.documents.names import label_of
-from kvmosaic.documents.stored import StoredDocument, StoredText, TextHead
+from kvmosaic.documents.stored import StoredDocument, StoredText, TextHead, label_of
 
 AnyRow = Row[Any]
 _OF_DOCUMENT = and_(
