@@ -32,16 +32,16 @@ import torch
 from apart import Apart, Ids, Reader, Reading
 from facts import RESULTS, save
 from log_probabilities import Nearness
+from replay import Trace, TraceBlock, read_trace
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvmosaic.bench.trace.trace import Trace, TraceBlock, read_trace
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.loaders import load
 from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
-from kvmosaic.eval.text.similar_records import MAX_RECORDS
+from kvmosaic.eval.text.recipes import MAX_RECORDS
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import paragraph_for
 

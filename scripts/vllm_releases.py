@@ -4,7 +4,7 @@
     python scripts/vllm_releases.py vllm-0.33.0-*.whl .venv-vllm/lib/python3.*/site-packages .venv-vllm/earlier
 
 Each argument is a wheel, or a folder with `vllm/` in it. A wheel for GPUs is read, not imported, so it needs none. A
-name of `kvmosaic.integrations.vllm.releases` that a release lacks is printed, and the exit code is 1.
+name of `tests/support/vllm/releases.py` that a release lacks is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from support.vllm.releases import RELEASES, USES  # noqa: E402
 from support.vllm.signatures import Signatures, source_of, version_of  # noqa: E402
-
-from kvmosaic.integrations.vllm.releases import RELEASES, USES  # noqa: E402
 
 OUTPUT = ROOT / "tests" / "integrations" / "vllm" / "releases.json"
 

@@ -30,11 +30,15 @@ RIGHT_SHAPES = (
 """Tests that call the functions as they are meant to be called; others pass wrong shapes on purpose."""
 
 
+def modules(package: str) -> list[Path]:
+    return sorted((*SOURCE.glob(f"{package}.py"), *(SOURCE / package).rglob("*.py")))
+
+
 def test_public_tensor_functions_carry_shapes() -> None:
     found = [
         f"{path.relative_to(SOURCE)}:{line}: {name}"
         for package in PACKAGES
-        for path in sorted((SOURCE / package).rglob("*.py"))
+        for path in modules(package)
         for name, line in without_shapes(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
@@ -82,7 +86,7 @@ def test_wrong_shapes_are_noticed() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_there_is_something_to_check(package: str) -> None:
-    texts = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / package).rglob("*.py"))
+    texts = "".join(path.read_text(encoding="utf-8") for path in modules(package))
     assert any(f"{kind}[Tensor" in texts for kind in KINDS)
 
 

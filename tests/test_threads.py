@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic import cli
-from kvmosaic.threads import SPINS, Machine, this_machine, thread_variables
+from kvmosaic.container import SPINS, Machine, this_machine, thread_variables
 
 SPIN = {"GOMP_SPINCOUNT": str(SPINS)}
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -67,7 +67,7 @@ def test_command_sets_them_before_it_does_anything(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "1")  # so that it is put back
         monkeypatch.delenv(name)
     seen = {}
-    monkeypatch.setattr("kvmosaic.threads.this_machine", lambda: Machine(8, 8, quota=3.0, load=1.0))
+    monkeypatch.setattr("kvmosaic.container.this_machine", lambda: Machine(8, 8, quota=3.0, load=1.0))
     monkeypatch.setattr(cli, "app", lambda prog_name: seen.update(os.environ))
     cli.main()
     assert {name: seen[name] for name in VARIABLES if name in seen} == {**SPIN, "OMP_NUM_THREADS": "3"}
@@ -76,7 +76,7 @@ def test_command_sets_them_before_it_does_anything(monkeypatch: pytest.MonkeyPat
 def test_torch_keeps_to_the_number() -> None:
     code = (
         "import os\n"
-        "from kvmosaic.threads import Machine, thread_variables\n"
+        "from kvmosaic.container import Machine, thread_variables\n"
         "os.environ.update(thread_variables({}, Machine(64, 64, quota=1.5, load=0.0)))\n"
         "import torch; print(torch.get_num_threads())"
     )

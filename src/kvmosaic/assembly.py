@@ -26,8 +26,7 @@ from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMov
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
-from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
-from kvmosaic.memory.buffer import pinned_bytes
+from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes, pinned_bytes
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.model.runner import Runner

@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 
 from kvmosaic.adapt.command import adapt_command
 from kvmosaic.bench.bench_command import bench_command
-from kvmosaic.console.cache.commands import cache
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
 from kvmosaic.console.options import (
@@ -26,13 +25,15 @@ from kvmosaic.console.options import (
     ModelOptions,
     PromptArguments,
     SamplingOptions,
+    SecretVariable,
     ServerURL,
     Takes,
+    Tier,
     Timeout,
     grouped,
 )
-from kvmosaic.console.plan.command import plan
-from kvmosaic.console.vllm.commands import vllm
+from kvmosaic.console.plan import plan
+from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.commands import eval_command, tune_command
 
@@ -74,6 +75,7 @@ app = CommandGroup(
 )
 
 
+cache = CommandGroup(no_args_is_help=True, add_completion=False, help="List and verify the documents stored in tiers.")
 app.add_typer(cache, name="cache")
 app.add_typer(documents, name="documents")
 app.add_typer(vllm, name="vllm")
@@ -81,7 +83,7 @@ app.add_typer(vllm, name="vllm")
 
 def main() -> None:
     """Entry point of the `kvmosaic` command."""
-    from kvmosaic.threads import this_machine, thread_variables
+    from kvmosaic.container import this_machine, thread_variables
 
     if sys.argv[1:2] != ["vllm"]:  # which manages the cores itself
         os.environ.update(thread_variables(os.environ, this_machine()))
@@ -148,7 +150,7 @@ def check(
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
     if in_vllm:
-        from kvmosaic.console.vllm.check import show_engine_check
+        from kvmosaic.console.vllm_check import show_engine_check
 
         if not show_engine_check(opening.model, vllm_options or ()):
             raise typer.Exit(1)
@@ -208,10 +210,40 @@ def warm(
 
     The system text must be that of the later prompts. The secret of the tiers is read from KVMOSAIC_CHUNK_SECRET.
     """
-    from kvmosaic.console.warm.folder import warm_folder
+    from kvmosaic.console.warm_folder import warm_folder
 
     opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
     raise typer.Exit(warm_folder(opening, folder.warming(), as_json))
+
+
+@cache.command("ls")
+def list_entries(
+    tier: Tier,
+    limit: Annotated[int, typer.Option(min=0, help="Most entries that are shown; 0 shows all.")] = 50,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with this in a name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and entry.")] = False,
+) -> None:
+    """List the entries of a tier, the last used first.
+
+    kvmosaic cache ls disk:/var/cache/kvmosaic
+    """
+    from kvmosaic.console.cache_entries import list_entries
+
+    list_entries(tier, name, limit, as_json)
+
+
+@cache.command()
+def verify(
+    tier: Tier,
+    secret_env: SecretVariable = None,
+    quarantine: Annotated[bool, typer.Option("--quarantine", help="Put damaged entries aside.")] = False,
+    as_json: AsFields = False,
+) -> None:
+    """Check every byte of every entry. Exit code 1 if one is damaged."""
+    from kvmosaic.console.cache_entries import verify
+
+    if not verify(tier, secret_env, quarantine, as_json):
+        raise typer.Exit(1)
 
 
 @app.command()

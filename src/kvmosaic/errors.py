@@ -6,7 +6,6 @@
     │   ├── InvalidPreamble           a rule for the end of the preamble that cannot be read or used
     │   ├── InvalidProfile            a file that is no profile of this model
     │   ├── InvalidAdapter            a folder that holds no adapter of this model
-    │   ├── InvalidTrace              a file of recorded requests that cannot be read or replayed
     │   ├── MissingExtra              a library that is not installed, of one of our extras
     │   ├── NativeUnavailable         the C extension is asked for and is not there
     │   └── TritonUnavailable         Triton attention is asked for and cannot run here
@@ -88,10 +87,6 @@ class InvalidProfile(InvalidConfig):
 
 class InvalidAdapter(InvalidConfig):
     """A folder that holds no adapter, a damaged one, or one for another model."""
-
-
-class InvalidTrace(InvalidConfig):
-    """A file of recorded requests that cannot be read or replayed."""
 
 
 class MissingExtra(InvalidConfig):

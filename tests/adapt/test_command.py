@@ -35,7 +35,7 @@ def test_documents_and_questions_become_an_adapter_that_run_takes(place: Path) -
     asked = ("--documents", place / "texts", "--questions", place / "questions.txt")
     code, output = run("adapt", place / "model", *asked, "-o", place / "out", "--steps", "2", "--prompt-documents", "2")
     assert "held-out divergence" in output and "equal greedy tokens" in output and code in (0, 1), output
-    names = {"adapter_config.json", "adapter_model.safetensors", "kvmosaic_adapter.json", "curve.png", "training"}
+    names = {"adapter_config.json", "adapter_model.safetensors", "kvmosaic_adapter.json", "training"}
     assert {each.name for each in (place / "out").iterdir()} == names
     question = ("--documents", place / "texts", "--question", "How far is the mill?", "--max-tokens", "2")
     code, output = run("run", place / "model", *question, "--adapter", f"near={place / 'out'}")

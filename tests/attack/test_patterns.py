@@ -35,7 +35,7 @@ LONGEST_PIECE = 4
 
 OURS = {
     "bench/measurement.py": "reads what the system says of this process",
-    "server/dashboard/page.py": "reads our own page",
+    "server/dashboard/views.py": "reads our own page",
     "model/unsupported.py": "reads names of classes",
     "capacity/meta_count.py": "reads names of parameters",
     "integrations/vllm/worker/diagnostics.py": "reads names of layers and classes",

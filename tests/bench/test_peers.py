@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.bench.models import RANDOM_MODELS, Subject, model_folder, weigh, weigh_file
-from kvmosaic.bench.peers.generate import GeneratePeer
 from kvmosaic.bench.peers.outside import OutsidePeer
-from kvmosaic.bench.peers.startup import OwnPeer, PeerOptions, open_peers
+from kvmosaic.bench.peers.startup import GeneratePeer, OwnPeer, PeerOptions, open_peers
 from kvmosaic.errors import EngineError, InvalidConfig, ModelNotFound
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt

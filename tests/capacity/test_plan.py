@@ -8,12 +8,12 @@ from subprocess import run
 
 import pytest
 
+from kvmosaic import memory
 from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import MAX_BLOCKS, by_memory, codec_share, parse_headroom
+from kvmosaic.capacity.plan import MAX_BLOCKS, codec_share, parse_headroom
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
-from kvmosaic.memory import storage
 
 GIB = 2**30
 LAYERS = tuple(LayerShape(index, 2, 64, 64, index=index, num_query_heads=8) for index in range(4))
@@ -28,7 +28,7 @@ def test_import_needs_no_torch() -> None:
 
 
 def test_numbers_that_live_elsewhere_are_the_same_here() -> None:
-    assert storage.MAX_BLOCKS == MAX_BLOCKS
+    assert memory.MAX_BLOCKS == MAX_BLOCKS
 
 
 def test_memory_is_divided_without_a_rest() -> None:
@@ -125,12 +125,6 @@ def test_notes_say_what_goes_wrong() -> None:
     assert "larger max_chunks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16)).notes)
     assert "larger blocks" in " ".join(plan_capacity(MODEL, "80GiB", Demand(10**6, 16), block_size=1).notes)
     assert "is kept twice, unless chunk_context is system" in notes
-
-
-def test_plot_begins_with_one_document_and_only_rises() -> None:
-    points = by_memory(plan_capacity(MODEL, GIB, DEMAND), 12)
-    sizes, rates = zip(*points, strict=True)
-    assert list(sizes) == sorted(sizes) and list(rates) == sorted(rates)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`kvmosaic cache` on real tiers: what is shown, found out and removed."""
+"""`kvmosaic cache` on real tiers: what is shown and found out."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def flip(path: Path, place: int = -1) -> None:
 def test_looking_needs_no_torch(filled: Path) -> None:
     code = (
         "import sys; from kvmosaic.cli import app\n"
-        "for command in ('ls', 'stat', 'verify'):\n"
+        "for command in ('ls', 'verify'):\n"
         f"    try: app(['cache', command, 'disk:{filled}'])\n"
         "    except SystemExit as done: assert done.code in (0, None), done.code\n"
         "print({'torch', 'numpy', 'transformers'} & set(sys.modules))"
@@ -103,12 +103,10 @@ def test_ls_takes_a_limit_and_a_name(tier: Path) -> None:
     assert (entry["codec"], entry["dtype"], entry["tenant"]) == ("none", "float32", "")
     named = run("cache", "ls", f"disk:{tier}", "--name", "KIL", "--json")
     assert fields(named)["names"] == ["kiln"]
-    assert "no such entry" in run("cache", "ls", f"disk:{tier}", "--name", "nobody").stdout
+    assert "no entry" in run("cache", "ls", f"disk:{tier}", "--name", "nobody").stdout
     shown = run("cache", "ls", f"disk:{tier}", "--limit", "2")
-    assert "the last used 2 are shown; the tier has 3" in shown.stderr
-    model = entry["model"][:8]
-    assert len(run("cache", "ls", f"disk:{tier}", "--model", model, "--json").stdout.splitlines()) == 3
-    assert "4 or more digits" in run("cache", "ls", f"disk:{tier}", "--model", "xyz").stderr
+    assert "2 of 3 entries, " in shown.stderr
+    assert "--name is empty" in run("cache", "ls", f"disk:{tier}", "--name", " ").stderr
 
 
 def test_ls_shows_what_cannot_be_read(tier: Path) -> None:
@@ -124,16 +122,8 @@ def test_names_in_a_list_cannot_steer_the_terminal(tiny_model: Path, tmp_path: P
     assert "\x1b" not in result.stdout and "[2Jboo [red]" in result.stdout
 
 
-def test_stat_counts(tier: Path) -> None:
-    sizes = [path.stat().st_size for path in files(tier)]
-    found = fields(run("cache", "stat", f"disk:{tier}?quota=1GiB", "--json"))
-    assert (found["entries"], found["bytes"], found["quota_bytes"]) == (3, sum(sizes), 2**30)
-    assert found["largest_bytes"] == max(sizes)
-    assert "3" in run("cache", "stat", f"disk:{tier}").stdout
-
-
 def test_a_small_quota_in_the_url_removes_nothing_when_one_only_looks(tier: Path) -> None:
-    for command in ("ls", "stat", "verify"):
+    for command in ("ls", "verify"):
         assert run("cache", command, f"disk:{tier}?quota=1KiB").exit_code == 0
     assert len(files(tier)) == 3
 
@@ -205,49 +195,8 @@ def test_secrets_come_from_the_environment(tiny_model: Path, tmp_path: Path) -> 
     assert len(run("cache", "ls", url, "--json").stdout.splitlines()) == 3
 
 
-def test_gc_keeps_a_quota_by_last_use(tier: Path) -> None:
-    youngest, middle, oldest = files(tier)
-    quota = str(youngest.stat().st_size + middle.stat().st_size)
-    dry = fields(run("cache", "gc", f"disk:{tier}", "--quota", quota, "--dry-run", "--json"))
-    assert dry["keys"] == [oldest.stem] and len(files(tier)) == 3
-    result = fields(run("cache", "gc", f"disk:{tier}", "--quota", quota, "--json"))
-    assert (result["removed"], result["left"]) == (1, 2) and files(tier) == [youngest, middle]
-
-
-def test_gc_removes_what_meets_all_conditions(tier: Path) -> None:
-    url = f"disk:{tier}"
-    names = {each["key"]: each["names"][0] for each in listed(url)}
-    youngest, middle, oldest = files(tier)
-    model = fields(run("cache", "ls", url, "--limit", "1", "--json"))["model"]
-    assert fields(run("cache", "gc", url, "--not-model", model[:12], "--json"))["removed"] == 0
-    assert fields(run("cache", "gc", url, "--model", "00000000", "--json"))["removed"] == 0
-    young = ("--older-than", "0.5", "--name", names[youngest.stem])
-    assert fields(run("cache", "gc", url, *young, "--json"))["removed"] == 0
-    assert fields(run("cache", "gc", url, "--older-than", "1.5", "--json"))["keys"] == [oldest.stem]
-    result = run("cache", "gc", url, "--name", names[middle.stem], "--model", model[:4])
-    assert "removed 1 entries" in result.stdout and files(tier) == [youngest]
-    assert fields(run("cache", "gc", url, "--not-model", "00000000", "--json"))["left"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "nothing says what is to be removed"),
-        (("--quota", "9 apples"), "is not a size"),
-        (("--older-than", "-1"), "--older-than is -1"),
-        (("--older-than", "nan"), "--older-than is nan"),
-        (("--name", " "), "--name is empty"),
-        (("--model", "abcd", "--not-model", "abce"), "exclude each other"),
-    ],
-)
-def test_gc_refuses_what_it_cannot_understand(options: tuple[str, ...], said: str, tier: Path) -> None:
-    result = run("cache", "gc", f"disk:{tier}", *options)
-    assert result.exit_code == 2 and said in result.stderr
-    assert len(files(tier)) == 3
-
-
 @pytest.mark.parametrize("scheme", ["redis", "file"])
-def test_other_kinds_of_tiers_are_listed_verified_and_cleaned(
+def test_other_kinds_of_tiers_are_listed_and_verified(
     scheme: str, tier: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = f"file://{tmp_path}/other"
@@ -260,9 +209,7 @@ def test_other_kinds_of_tiers_are_listed_verified_and_cleaned(
     other.put_many({bytes.fromhex(path.stem): path.read_bytes() for path in files(tier)}, Deadline(5.0))
     other.close()
     assert {entry["names"][0] for entry in listed(url)} == set(TEXTS)
-    assert fields(run("cache", "stat", url, "--json"))["entries"] == 3
     assert fields(run("cache", "verify", url, "--json"))["good"] == 3
-    assert fields(run("cache", "gc", url, "--name", "kiln", "--json"))["left"] == 2
 
 
 @pytest.mark.parametrize("secret", ["", "short"])

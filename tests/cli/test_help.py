@@ -85,7 +85,7 @@ def test_the_help_of_the_server_fits_a_screen_and_names_what_shows_the_rest() ->
     [
         ("kvmosaic sl", {"sleep"}),
         ("kvmosaic serve --max-num", {"--max-num-seqs", "--max-num-batched-tokens"}),
-        ("kvmosaic cache s", {"stat"}),
+        ("kvmosaic cache v", {"verify"}),
         ("kvmosaic run --chunk-con", {"--chunk-context"}),
     ],
 )

@@ -72,13 +72,6 @@ def test_given_weights_and_tiers_are_used(tiny_model: Path) -> None:
     assert disk["kind"] == "disk" and disk["quota_bytes"] == 2**30 and not Path("/nowhere").exists()
 
 
-def test_a_plot_is_a_file(tiny_model: Path, tmp_path: Path) -> None:
-    assert plan(tiny_model, *ASKED, "--plot", tmp_path / "plan.png").exit_code == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "a plot is a .png" in refused(tiny_model, *ASKED, "--plot", tmp_path / "plan.txt")
-    assert "cannot be written" in refused(tiny_model, *ASKED, "--plot", tmp_path / "no" / "plan.png")
-
-
 @pytest.mark.parametrize("asked", [(), ("--documents", "50"), ("--tokens-per-document", "1000")], ids=str)
 def test_without_a_prompt_and_another_device_this_machine_is_planned_as_it_would_serve(asked: tuple[str, ...]) -> None:
     found = planned("reader", *asked)

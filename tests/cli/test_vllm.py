@@ -13,11 +13,9 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.document_cache import document_cache
 from kvmosaic.integrations.vllm.front import command
 from kvmosaic.integrations.vllm.front.command import serving
-from kvmosaic.integrations.vllm.requirement import is_composing_required
-from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.settings import document_cache, is_composing_required, tier_config
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
 CONNECTOR = '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'

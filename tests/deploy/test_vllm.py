@@ -13,7 +13,7 @@ import yaml
 
 from kvmosaic.integrations.vllm.front.command import serving
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.settings import tier_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "vllm"

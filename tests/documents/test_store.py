@@ -22,7 +22,7 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.prompt import read_documents
-from kvmosaic.prompt.document_id import REFUSED_ID_PATTERN, VERBS, check_id
+from kvmosaic.prompt.document import REFUSED_ID_PATTERN, VERBS, check_id
 
 
 class Clock:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from math import hypot
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvmosaic.bench.results import can_plot
 from kvmosaic.cli import app
-from kvmosaic.eval.plot import draw_plot
-from kvmosaic.eval.report import EvalReport
+from kvmosaic.eval.report import EvalReport, save_plot
 from kvmosaic.eval.rows import CaseResult, TaskRow
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
@@ -116,30 +114,12 @@ def _report() -> EvalReport:
 
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is missing")
-def test_labels_of_a_crowded_plot_do_not_overlap() -> None:
-    report = _report()
-    figure = draw_plot(report)
-    figure.draw_without_rendering()
-    _, axes = figure.axes
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert len(boxes) >= 15
-    points: dict[str, list[list[float]]] = {}
-    for summary in report.summaries:
-        place = axes.transData.transform((1e3 * summary.first_median, 100 * summary.accuracy))
-        points.setdefault(summary.way.repair, []).append(place.tolist())
-    for text, box in zip(axes.texts, boxes, strict=True):
-        assert min(_distance(box, point) for point in points[text.get_text()]) < 100
-    assert not any(
-        one.x0 < two.x1 - 1 and two.x0 < one.x1 - 1 and one.y0 < two.y1 - 1 and two.y0 < one.y1 - 1
-        for number, one in enumerate(boxes)
-        for two in boxes[number + 1 :]
-    )
-
-
-def _distance(box: Any, point: list[float]) -> float:
-    """Pixels from a point to the nearest place of a box."""
-    x, y = point
-    return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
+def test_a_report_is_drawn_with_scores_and_without(tmp_path: Path) -> None:
+    scored, path = _report(), tmp_path / "eval.png"
+    readings = [replace(reading, score=None) for reading in scored.rows[0].readings]
+    unscored = replace(scored, rows=[replace(scored.rows[0], readings=tuple(readings))])
+    sizes = [save_plot(report, path).stat().st_size for report in (scored, unscored)]
+    assert sizes[0] > sizes[1] > 1_000
 
 
 def test_bars_in_names_do_not_break_the_markdown_table() -> None:

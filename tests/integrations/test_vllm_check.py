@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvmosaic.cli import app
-from kvmosaic.console.vllm.check import engine_table, finding_table, verdict, worker_table
+from kvmosaic.console.vllm_check import engine_table, finding_table, verdict, worker_table
 from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, WorkerDiagnostics, key_findings, reading_findings
 
 WORKER = WorkerDiagnostics(

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from kvmosaic.integrations.vllm import document_cache, document_reads, requirement
+from kvmosaic.integrations.vllm import settings as ours
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.front import settings
 from kvmosaic.integrations.vllm.front.command import MIDDLEWARE, serving
@@ -41,7 +41,7 @@ def test_every_metric_is_named_and_no_other() -> None:
 
 
 def test_every_variable_of_the_front_is_named_and_no_other() -> None:
-    shared = {requirement.SETTING, document_reads.SETTING, *document_cache.SETTINGS}
+    shared = {ours.REQUIRED_SETTING, ours.READS_SETTING, *ours.SETTINGS}
     read = {*settings.TEXTS, *settings.NUMBERS, *settings.FIELDS, *shared}
     named = {name.removeprefix(settings.PREFIX).lower() for name in first_column(section("Requests")) if name.isupper()}
     assert named == read

@@ -7,8 +7,7 @@ import torch
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
-from kvmosaic.memory import BlockStorage, blocks_within, check_fits, device_memory_bytes
-from kvmosaic.memory.storage import MAX_BLOCKS
+from kvmosaic.memory import MAX_BLOCKS, BlockStorage, blocks_within, check_fits, device_memory_bytes
 
 LAYERS = [LayerGeometry(0, 2, 4, 3), LayerGeometry(1, 1, 4, 3, True), LayerGeometry(0, 2, 4, 3)]
 

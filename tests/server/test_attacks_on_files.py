@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.config_file import MAX_FILE_BYTES, read_yaml
+from kvmosaic.server.config_fields import MAX_FILE_BYTES, read_yaml
 from kvmosaic.server.read import read_settings
 from kvmosaic.server.tenants.keys import read_keys_file
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.config_file import MAX_FILE_BYTES
+from kvmosaic.server.config_fields import MAX_FILE_BYTES
 from kvmosaic.server.options import panel_of, serve_app
 from kvmosaic.server.read import flag_of, read_settings, variable_of
 from kvmosaic.server.settings import ServerSettings, is_variable_only

@@ -7,7 +7,7 @@ import pytest
 from support.server import RunningServer
 
 from kvmosaic.api.validation_message import ValidationMessage, validation_message
-from kvmosaic.prompt.document_id import ID_RULE
+from kvmosaic.prompt.document import ID_RULE
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]

@@ -18,7 +18,7 @@ from kvmosaic.cache import Key
 from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline, Tier
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.notices import Notices
+from kvmosaic.tiers.tier import Notices
 
 KEY = Key(b"k" * 32)
 

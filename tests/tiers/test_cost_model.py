@@ -27,7 +27,7 @@ from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.tiers import ComputeCost, FetchPolicy, LoadCost, TieredStore
 from kvmosaic.tiers import fetch_policy as prospects_module
-from kvmosaic.tiers.cost import LatencyBandwidthFit
+from kvmosaic.tiers.fetch_policy import LatencyBandwidthFit
 
 seconds = st.floats(1e-6, 10.0)
 sizes = st.integers(1, 10**9)

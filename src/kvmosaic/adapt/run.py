@@ -1,9 +1,8 @@
-"""Run of `kvmosaic adapt`: loads the model, shows progress, writes adapter, report and plot."""
+"""Run of `kvmosaic adapt`: loads the model, shows progress, writes the adapter and its report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from rich.table import Table
 from kvmosaic.adapt.corpus import Corpus, invented_questions
 from kvmosaic.adapt.trainer import AdaptSettings, Evaluated, Trained, Trainer
 from kvmosaic.assembly import BUNDLED_READER, bundled_reader, usual_context
-from kvmosaic.bench.results import can_plot
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
 from kvmosaic.eval.commands import QuestionOptions
@@ -69,8 +67,6 @@ def adapt(adapting: Adapting) -> bool:
     context = adapting.settings.context
     said = "" if context == usual_context(adapting.model) else f" --chunk-context {context}"
     console.print(f"adapter in {adapting.output}: kvmosaic serve {adapting.model} --adapter {adapting.output}{said}")
-    if can_plot():
-        save_plot(trained.history, adapting.output / "curve.png")
     return best.divergence < first.divergence
 
 
@@ -128,28 +124,3 @@ def _table(trained: Trained) -> Table:
             f"{each.seconds / 60:.1f}",
         )
     return table
-
-
-def save_plot(history: Sequence[Evaluated], path: Path) -> Path:
-    """Writes a PNG of held-out divergence and agreement by tokens."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = FigureCanvasAgg(Figure(figsize=(6.4, 3.6), layout="constrained")).figure
-    axes = figure.add_subplot()
-    tokens = [each.num_tokens / 1e3 for each in history]
-    axes.plot(tokens, [each.divergence for each in history], "o-", ms=3, label="held-out divergence")
-    trained = [(each.num_tokens / 1e3, each.train_divergence) for each in history if each.train_divergence is not None]
-    axes.plot(
-        [at for at, _ in trained], [found for _, found in trained], "--", lw=1, label="of the lessons (moving mean)"
-    )
-    axes.set(xlabel="thousand tokens trained on", ylabel="nats per token", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="both")
-    other = axes.twinx()
-    other.plot(tokens, [100 * each.agreement for each in history], "s-", ms=3, color="tab:green")
-    other.set_ylabel("equal greedy tokens, %", color="tab:green")
-    axes.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-    figure.savefig(path, dpi=130)
-    return path

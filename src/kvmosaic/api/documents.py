@@ -23,8 +23,14 @@ from kvmosaic.documents.stored import (
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import MAX_COMPANION_CHARACTERS, MAX_COMPANIONS, read_companions
-from kvmosaic.prompt.document import MAX_POSITION, GivenDocuments, distinct_documents
-from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS, REFUSED_ID_PATTERN
+from kvmosaic.prompt.document import (
+    ID_PATTERN,
+    MAX_ID_CHARACTERS,
+    MAX_POSITION,
+    REFUSED_ID_PATTERN,
+    GivenDocuments,
+    distinct_documents,
+)
 from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import MAX_PREAMBLE_TOKENS, MAX_RULE_CHARACTERS

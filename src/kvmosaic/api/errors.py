@@ -1,4 +1,4 @@
-"""API errors: every failure in OpenAI's shape, and one table from error types to statuses."""
+"""API errors: every failure in OpenAI's shape or Anthropic's, and one table from error types to statuses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from kvmosaic.api.validation_message import validation_message
 
 if TYPE_CHECKING:
     from starlette.responses import JSONResponse
+
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
+
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -181,3 +188,57 @@ def for_clients(message: str) -> str:
     for known, instead in (*_SETTINGS, *_FIGURES_OF_OTHERS):
         message = known.sub(instead, message)
     return message
+
+
+MESSAGES_ROUTE = "/v1/messages"
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesErrorDetail(Reply):
+    """What went wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class MessagesError(Reply):
+    """An error, in Anthropic's form."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str | None
+
+
+def is_messages_route(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == MESSAGES_ROUTE or path.startswith(f"{MESSAGES_ROUTE}/")
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Returns an error in Anthropic's form; its type follows from the status.
+
+    That a prompt is too long is said in Anthropic's words first, by which clients know it.
+    """
+    number, most = error.excess
+    message = f"prompt is too long: {number} tokens > {most} maximum; {error.message}" if number else error.message
+    kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id or None}
+
+
+def error_reply(error: ApiError, path: str, request_id: str) -> JSONResponse:
+    """Returns the whole reply of a failed request, in the form of the API that its path belongs to."""
+    from starlette.responses import JSONResponse
+
+    if not is_messages_route(path):
+        return error.reply()
+    return JSONResponse(messages_error(error, request_id), error.status, headers=error.headers)

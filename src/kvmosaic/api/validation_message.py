@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from kvmosaic.prompt.document_id import ID_PATTERN, ID_RULE
+from kvmosaic.prompt.document import ID_PATTERN, ID_RULE
 from kvmosaic.tools.request import NAME_PATTERN, NAME_RULE
 
 _SHAPES = {ID_PATTERN: f"must be {ID_RULE}", NAME_PATTERN: f"must be {NAME_RULE}"}

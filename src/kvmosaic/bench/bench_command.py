@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,23 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvmosaic.bench.sizes import PRESETS, Sizes
-from kvmosaic.console.options import AsReport, FixedStrategy, Output, choice, grouped, option
-from kvmosaic.errors import InvalidConfig
-from kvmosaic.eviction import POLICIES
+from kvmosaic.console.options import AsReport, FixedStrategy, Output, grouped, option
 
 if TYPE_CHECKING:
     from kvmosaic.bench.peers.startup import PeerOptions
-    from kvmosaic.bench.trace.command import TraceRun
 
 Threads = Annotated[int | None, option("num_threads")]
-Evictions = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="|".join(POLICIES),
-        parser=lambda value: choice(lambda: tuple(POLICIES), value),
-        help="Eviction policy with --cache-share (several times for more). Default: lru.",
-    ),
-]
 
 
 def _size(name: str, least: int = 1) -> Any:
@@ -49,10 +37,6 @@ class SizeOptions:
     def sizes(self, preset: str) -> Sizes:
         """The preset with these sizes."""
         return replace(PRESETS[preset], **{name: size for name, size in asdict(self).items() if size is not None})
-
-    def given(self) -> dict[str, int | None]:
-        """The sizes by option."""
-        return {"--" + name.replace("_", "-"): size for name, size in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +81,7 @@ class EngineOptions:
             InvalidConfig: an unknown engine, or no interpreter.
         """
         from kvmosaic.bench.peers.startup import PEERS, PeerOptions
-        from kvmosaic.threads import this_machine
+        from kvmosaic.container import this_machine
 
         return PeerOptions(
             tuple(self.engine or PEERS),
@@ -109,81 +93,14 @@ class EngineOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """A recorded trace to replay instead of the workloads."""
-
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Replay recorded requests instead: a folder of RAGPulse, or a .jsonl file of Mooncake. Reuse is "
-            "simulated without a model; with MODEL or --url, requests are answered, too.",
-        ),
-    ] = None
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, max=1_000_000, help="Only the first requests of the trace. Answered by default: 200."),
-    ] = None
-    cache_share: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0.001,
-            max=1.0,
-            help="Simulate a document cache for this share of the trace's different documents, too (several times for "
-            "more).",
-        ),
-    ] = None
-    eviction: Evictions = None
-    block_tokens: Annotated[
-        int, typer.Option(min=1, max=512, help="Words for 512 tokens of the trace, when requests are answered.")
-    ] = 16
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send the requests of the trace to this running server.")
-    ] = None
-
-    def trace_run(self, model: str | None, engines: EngineOptions) -> TraceRun:
-        """What `bench_trace` needs."""
-        from kvmosaic.bench.peers.startup import DEFAULT_CAPACITY
-        from kvmosaic.bench.trace.command import TraceRun
-
-        assert self.trace is not None
-        return TraceRun(
-            self.trace,
-            self.requests,
-            tuple(self.cache_share or ()),
-            tuple(self.eviction or ("lru",)),
-            model,
-            self.url,
-            self.block_tokens,
-            engines.capacity or DEFAULT_CAPACITY,
-            engines.num_threads,
-        )
-
-    def check(self, others: Mapping[str, object]) -> None:
-        """Checks that options go together.
-
-        Raises:
-            InvalidConfig: an option of replays without a trace, or one of workloads with a trace.
-        """
-        own = {"--requests": self.requests, "--cache-share": self.cache_share, "--eviction": self.eviction}
-        refused = others if self.trace else own | {"--url": self.url}
-        name = next((name for name, value in refused.items() if value), None)
-        if name is not None:
-            verb = "does not go with --trace" if self.trace else "needs a trace; name one with --trace"
-            raise InvalidConfig(f"{name} {verb}" + ("; leave it out" if self.trace else ""))
-
-
 @grouped
 def bench_command(
     sizes: SizeOptions,
     engines: EngineOptions,
-    replay: TraceOptions,
     model: Annotated[
         str | None,
         typer.Argument(
-            help="'reader' (the default), 'random-0.1b', 'random-0.5b' (random Llamas), a folder, or a GGUF file; with "
-            "--trace also 'random-tiny', which has the words of the trace."
+            help="'reader' (the default), 'random-0.1b', 'random-0.5b' (random Llamas), a folder, or a GGUF file."
         ),
     ] = None,
     quick: Annotated[
@@ -216,17 +133,7 @@ def bench_command(
     kvmosaic bench random-0.1b --dtype bfloat16 --dtype float32 --num-threads 2 -o results
 
     kvmosaic bench model.gguf --dtype auto --dtype float32
-
-    kvmosaic bench --trace RAGPulse/data --cache-share 0.2
     """
-    workloads = {"--quick": quick, "--workload": workload, "--dtype": dtype, "--engine": engines.engine, "--seed": seed}
-    workloads["--position-strategy"] = engines.position_strategy != EngineOptions().position_strategy
-    replay.check({**workloads, **sizes.given()})
-    if replay.trace is not None:
-        from kvmosaic.bench.trace.command import bench_trace
-
-        bench_trace(replay.trace_run(model, engines), output, as_json=as_json)
-        return
     from kvmosaic.bench.campaign import Campaign, bench
 
     preset = "quick" if quick else "full"

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from types import TracebackType
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
 from kvmosaic.bench.models import Limits, TokenCost, measure_limits, open_subject
 from kvmosaic.bench.peers.peer import Peer
 from kvmosaic.bench.peers.startup import PeerOptions, open_peers
-from kvmosaic.bench.plots import save_plots
-from kvmosaic.bench.progress import ProgressBar, Watcher
-from kvmosaic.bench.report import BenchReport
+from kvmosaic.bench.report import BenchReport, save_plots
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.workloads import Workload, build_workloads
@@ -154,3 +154,56 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
         name = f"bench-{Path(campaign.model).resolve().name}-{campaign.preset}"
         save_report(report, output, name, lambda: save_plots(report, output, name), notices, plots="plots")
     return report
+
+
+class Watcher:
+    """Progress callbacks of long work; this one does nothing."""
+
+    def stage(self, what: str) -> None:
+        """A stage without a known length begins."""
+
+    def total(self, count: int) -> None:
+        """Announces the number of answers."""
+
+    def answered(self, what: str) -> None:
+        """One more answer is finished."""
+
+
+class ProgressBar(Watcher):
+    """Progress line with the current stage and the remaining answers."""
+
+    def __init__(self, notices: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._notices = notices
+        self._progress = Progress(*columns, console=notices, transient=True)
+        self._task = self._progress.add_task("beginning", total=None)
+        self._said = ""
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def stage(self, what: str) -> None:
+        """See `Watcher.stage`."""
+        self._progress.update(self._task, description=what, total=None)
+        self._say(what)
+
+    def total(self, count: int) -> None:
+        """See `Watcher.total`."""
+        self._progress.update(self._task, total=count, completed=0)
+
+    def answered(self, what: str) -> None:
+        """See `Watcher.answered`."""
+        self._progress.update(self._task, description=what, advance=1)
+        self._say(what.split(":")[0])
+
+    def _say(self, what: str) -> None:
+        """Without a terminal, logs one line per stage."""
+        if not self._notices.is_terminal and what != self._said:
+            self._said = what
+            self._notices.print(what, markup=False)

@@ -47,19 +47,15 @@ def model_folder(name: str, scratch: Path) -> Path:
         return bundled_reader()
     if name in RANDOM_MODELS:
         folder = scratch / name
-        random_llama(**RANDOM_MODELS[name]).to(torch.bfloat16).save_pretrained(folder)
+        with torch.random.fork_rng(devices=[]):  # torch's own random numbers go on as before
+            torch.manual_seed(0)
+            config = LlamaConfig(**RANDOM_MODELS[name], bos_token_id=None, eos_token_id=None)
+            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         return folder
     if not Path(name).is_dir():
         known = ", ".join(repr(known) for known in (BUNDLED_READER, *RANDOM_MODELS))
         raise ModelNotFound(f"there is no model {name!r}; give a folder, or one of {known}")
     return Path(name)
-
-
-def random_llama(**sizes: Any) -> Any:
-    """A Llama of these sizes with weights from seed 0; torch's own random numbers go on as before."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None))
 
 
 @dataclass(frozen=True, slots=True)

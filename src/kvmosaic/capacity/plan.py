@@ -1,10 +1,9 @@
-"""Capacity plan: the memory split of a device, how much fits, the hit rate, and its plot over device memory."""
+"""Capacity plan: the memory split of a device, how much fits, the hit rate."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from kvmosaic.capacity.demand import Demand, Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
@@ -332,54 +331,3 @@ def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:
             f"prompts that run at once may need {busy:,} documents, and {room.resident:,} fit: some prompts will wait"
         )
     return notes
-
-
-_POINTS = 60
-_SIZE = (7.0, 4.2)
-
-
-def by_memory(plan: CapacityPlan, points: int = _POINTS) -> list[tuple[int, float]]:
-    """Bytes of a device, and documents found on it, without tiers.
-
-    From a device that holds one document to one that holds all of them (or four times the planned one).
-    """
-    demand, room = plan.demand, plan.room
-    fixed = room.weight_bytes + room.headroom_bytes + room.request_bytes
-    most = min(fixed + demand.documents * room.document_bytes, 4 * room.device_bytes)
-    ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
-    largest = max((most - fixed) // room.document_bytes, 2)
-    found = []
-    for number in range(points):
-        kept = round(largest ** (number / (points - 1)))
-        found.append((fixed + kept * room.document_bytes, hit_rate(ranks, min(demand.documents, kept))))
-    return found
-
-
-def save_plot(plan: CapacityPlan, path: Path) -> None:
-    """Writes a PNG, SVG or PDF, by the ending of the name. Needs matplotlib.
-
-    Raises:
-        InvalidConfig: matplotlib is missing, or it draws no such files.
-    """
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise InvalidConfig(f"a plot is a .png, .svg or .pdf file, got {path.name[:80]!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidConfig("plots need matplotlib; pip install 'kvmosaic[bench]', or leave out the plot") from error
-    figure = FigureCanvasAgg(Figure(figsize=_SIZE, layout="constrained")).figure
-    axes = figure.add_subplot()
-    sizes, rates = zip(*by_memory(plan), strict=True)
-    axes.plot([size / 2**30 for size in sizes], [100 * rate for rate in rates])
-    axes.axvline(plan.room.device_bytes / 2**30, color="black", linestyle=":", linewidth=1)
-    axes.set_xlabel("memory of the device, GiB (dotted: planned)")
-    axes.set_ylabel("documents found, %")
-    axes.set_ylim(0, 100)
-    demand = plan.demand
-    axes.set_title(
-        f"{plan.model.name}: {demand.documents:,} documents of {demand.tokens_per_document:,} tokens, "
-        f"zipf {demand.zipf:g}",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=130)

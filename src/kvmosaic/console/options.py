@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvmosaic.console.prompt_source import PromptSource
-    from kvmosaic.console.warm.folder import Warming
+    from kvmosaic.console.warm_folder import Warming
     from kvmosaic.llm import LLM
     from kvmosaic.sampling import SamplingParams
 
@@ -40,7 +40,7 @@ class ModelOptions:
         Raises:
             InvalidConfig: one of them cannot work.
         """
-        from kvmosaic.console.cache.selection import secret_from
+        from kvmosaic.console.cache_entries import secret_from
         from kvmosaic.tuned_settings import profile_choice
 
         tiers = tuple(self.values.get("chunk_tier") or ())
@@ -278,14 +278,10 @@ SecretVariable = Annotated[
         help="Variable with the tier's secret. Default: KVMOSAIC_CHUNK_SECRET, if set.",
     ),
 ]
-Name = Annotated[str | None, typer.Option("--name", metavar="TEXT", help="Only entries with this in a name.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and plots here.")
 ]
 AsReport = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
-ModelDigits = Annotated[
-    str | None, typer.Option("--model", metavar="FINGERPRINT", help="Only entries of this model; its first digits do.")
-]
 ServerURL = Annotated[
     str, typer.Option("--url", metavar="URL", help="Where the server is, with its --root-path if it has one.")
 ]
@@ -357,6 +353,6 @@ class FolderOptions:
 
     def warming(self) -> Warming:
         """What `warm_folder` needs."""
-        from kvmosaic.console.warm.folder import Warming
+        from kvmosaic.console.warm_folder import Warming
 
         return Warming(self.folder, self.glob, self.system, self.system_file, self.tenant)

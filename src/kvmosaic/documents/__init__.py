@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from kvmosaic.documents.database import document_place
-from kvmosaic.documents.names import label_in, shown_name
 from kvmosaic.documents.store import DocumentPage, DocumentStore, Order
-from kvmosaic.documents.stored import DocumentDraft, Match, StoredDocument, StoredText, StoreLimits, StoreUsage
+from kvmosaic.documents.stored import (
+    DocumentDraft,
+    Match,
+    StoredDocument,
+    StoredText,
+    StoreLimits,
+    StoreUsage,
+    label_in,
+    shown_name,
+)
 
 __all__ = [
     "DocumentDraft",

@@ -9,9 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
 
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TENANTS, TEXTS
-from kvmosaic.documents.names import label_of
 from kvmosaic.documents.rows import DELETED_BY_ID, EXPIRED, WHOLE_BY_ID, AnyRow, checksum_of, content_of, is_one
-from kvmosaic.documents.stored import DocumentDraft, StoredText, StoreLimits
+from kvmosaic.documents.stored import DocumentDraft, StoredText, StoreLimits, label_of
 from kvmosaic.errors import DocumentDamaged, DocumentStoreFull, DocumentTooLarge
 
 MAX_REMEMBERED = 10_000

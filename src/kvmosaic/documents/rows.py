@@ -9,8 +9,7 @@ from zlib import crc32
 from sqlalchemy import ColumnElement, Row, Select, Table, and_, bindparam, or_, select
 
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TEXTS
-from kvmosaic.documents.names import label_of
-from kvmosaic.documents.stored import StoredDocument, StoredText, TextHead
+from kvmosaic.documents.stored import StoredDocument, StoredText, TextHead, label_of
 from kvmosaic.errors import DocumentDamaged
 
 AnyRow = Row[Any]

@@ -17,7 +17,6 @@ from sqlalchemy import Connection, func, or_, select, update
 
 from kvmosaic.documents.changes import TenantChanges, last_used_version
 from kvmosaic.documents.database import DELETED, DOCUMENTS, TENANTS, TEXTS, DocumentDatabase
-from kvmosaic.documents.names import label_in, label_of
 from kvmosaic.documents.rows import (
     DELETED_SINCE,
     EARLIER_TEXTS,
@@ -43,6 +42,8 @@ from kvmosaic.documents.stored import (
     StoreUsage,
     SupersededText,
     TextHead,
+    label_in,
+    label_of,
 )
 from kvmosaic.documents.text_index import TextIndex
 from kvmosaic.errors import (
@@ -54,7 +55,7 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.prompt.companions import MAX_COMPANIONS, MAX_STORED_CHARACTERS, STORED
-from kvmosaic.prompt.document_id import check_id
+from kvmosaic.prompt.document import check_id
 
 MAX_SUPERSEDED = 100_000
 """Maximum number of texts whose chunks wait to be dropped; chunks of further ones stay until they are evicted."""

@@ -14,7 +14,7 @@ from kvmosaic.cache.allocation import own_blocks
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.memory import ChunkTensors
-from kvmosaic.tiers.cost import EMA, ComputeCost
+from kvmosaic.tiers.fetch_policy import EMA, ComputeCost
 
 if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import SlotStorage

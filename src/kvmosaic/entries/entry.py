@@ -35,8 +35,7 @@ from kvmosaic.entries.verification import (
 )
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig
 from kvmosaic.layers.geometry import LayerGeometry, stored_layers
-from kvmosaic.memory.buffer import bytes_of, memory_of, new_bytes, view_of
-from kvmosaic.memory.storage import ChunkTensors
+from kvmosaic.memory import ChunkTensors, bytes_of, memory_of, new_bytes, view_of
 from kvmosaic.tiers import MAX_ENTRY_BYTES
 
 ALIGNMENT = 64

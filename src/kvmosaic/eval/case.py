@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt import Document
 
-Metric = Literal["exact", "f1", "rouge_l", "contains_all", "contains_any", "only"]
+Metric = Literal["exact", "f1", "contains_any", "only"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 MAX_ID_CHARACTERS = 200

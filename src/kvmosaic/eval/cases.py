@@ -7,7 +7,6 @@ sampled: the one that the question is most likely about, at a random position am
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
-from kvmosaic.eval.loaders.records import JSONField
+from kvmosaic.eval.loaders import JSONField, load, parsed_json
 from kvmosaic.eval.tasks import USUAL_TASKS, task
 from kvmosaic.prompt import Document
 
@@ -149,10 +148,7 @@ def _field(text: str) -> JSONField:
         raise InvalidConfig(f"it has {len(text)} characters; at most {MAX_LINE_CHARACTERS} are allowed")
     if not text.startswith("{"):
         return JSONField("", {"question": text})
-    try:
-        return JSONField("", json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise InvalidConfig(f"it begins as JSON and is not ({error!s:.100}); repair the line") from None
+    return JSONField("", parsed_json(text))
 
 
 def _answers(field: JSONField) -> tuple[str, ...]:
@@ -233,8 +229,6 @@ def gather(
     chosen = {str(each): each for each in map(task, tasks)}
     groups = [each.cases(seed, USUAL_CASES if count is None else count) for each in chosen.values()]
     if data:
-        from kvmosaic.eval.loaders import load
-
         groups += [load(path, form, count, documents=documents, seed=seed) for path in data]
     if own is not None:
         groups.append(own_cases(own.folder, own.questions, count=count, documents=documents, seed=seed))

@@ -197,9 +197,6 @@ class GoalOptions:
             "answers are known and no other goal is set.",
         ),
     ] = None
-    task_loss: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="The same for each task, if more may be lost there.")
-    ] = None
     max_divergence: Annotated[
         float | None,
         typer.Option(
@@ -211,10 +208,6 @@ class GoalOptions:
     min_agreement: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Least share of the same greedy tokens as full attention."),
-    ] = None
-    max_loss_increase: Annotated[
-        float | None,
-        typer.Option(metavar="NATS", help="How far the loss of the accepted answer may be above full attention."),
     ] = None
     max_work: Annotated[
         float,
@@ -229,11 +222,9 @@ class GoalOptions:
 
         return goal_of(
             self.loss,
-            self.task_loss,
             self.max_work,
             max_divergence=self.max_divergence,
             min_agreement=self.min_agreement,
-            max_loss_increase=self.max_loss_increase,
             is_labelled=is_labelled,
         )
 

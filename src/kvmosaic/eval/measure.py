@@ -22,11 +22,9 @@ from kvmosaic.bench.models import weigh
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.console.text import printable
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.plot import save_plot
-from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, terminal_table, way_text
+from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, percent, save_plot, terminal_table, way_text
 from kvmosaic.eval.rows import Summary, TaskRow, summarize
 from kvmosaic.eval.run import Evaluation, evaluate
-from kvmosaic.eval.scores import check_metrics
 from kvmosaic.eval.variants import Variant
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.quiet import quiet_libraries
@@ -178,7 +176,6 @@ def measure(
         KVMosaicError: the model cannot be loaded, or a setting cannot work.
     """
     quiet_libraries()
-    check_metrics(case.metric for case in cases if is_scored and case.is_labelled)
     begin, threads_before = time.monotonic(), torch.get_num_threads()
     try:
         if opening.num_threads is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -15,6 +16,9 @@ from kvmosaic.console.text import duration_text, markdown_table, printable
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.rows import Summary, TaskRow, findings, summarize
 from kvmosaic.eval.variants import Variant
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SUMMARY_HEADINGS = (
     "strategy",
@@ -233,3 +237,73 @@ def _case(case: Case, with_documents: bool) -> dict[str, Any]:
     fields = asdict(case)
     documents = [document.plain_text for document in case.documents]
     return fields | {"documents": documents if with_documents else len(documents)}
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The numbers of the points that no other point beats, by rising cost.
+
+    gain
+      |        o     x is on the front, o is beaten by a point that costs no more and gains no less
+      |      x   o
+      |  x
+      |x    o
+      +----------- cost
+
+    Args:
+        points: (cost, gain) of each.
+    """
+    order = sorted(range(len(points)), key=lambda number: (points[number][0], -points[number][1], number))
+    front: list[int] = []
+    for number in order:
+        cost, gain = points[number]
+        if not front or gain > points[front[-1]][1] or (cost, gain) == points[front[-1]]:
+            front.append(number)
+    return front
+
+
+def save_plot(report: EvalReport, path: Path) -> Path:
+    """Writes one point for each variant, over all tasks, as a PNG. Needs matplotlib.
+
+    On the left divergence over work; on the right accuracy over time, if answers were scored.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    summaries = [summary for summary in report.summaries if not summary.way.is_turned]
+    composed = [summary for summary in summaries if not summary.way.is_full] or summaries
+    is_scored = any(summary.accuracy is not None for summary in summaries)
+    figure = FigureCanvasAgg(Figure(figsize=(16.0 if is_scored else 8.0, 5.0), layout="constrained")).figure
+    figure.suptitle(
+        f"{report.model}: what is repaired, and how near that is to full attention\n{report.about}", size=10
+    )
+    near = [(100 * summary.work, summary.divergence) for summary in composed]
+    axes = figure.add_subplot(1, 1 + is_scored, 1)
+    _draw(axes, composed, near, pareto_front([(work, -divergence) for work, divergence in near]))
+    axes.set(
+        xlabel="work for choosing and repairing, % of computing all documents once",
+        ylabel="divergence from full attention, nats per token",
+    )
+    if is_scored:
+        right = [(1e3 * summary.first_median, 100 * (summary.accuracy or 0.0)) for summary in summaries]
+        axes = figure.add_subplot(1, 2, 2)
+        _draw(axes, summaries, right, pareto_front(right))
+        axes.set(xlabel="time to the first token, ms (median, documents known before)", ylabel="accuracy, % (mean)")
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _draw(
+    axes: Axes, summaries: Sequence[Summary], points: Sequence[tuple[float, float]], front: Sequence[int]
+) -> None:
+    """Draws points with their policies, one colour for each place, and the Pareto front as a line."""
+    named: dict[str, list[tuple[float, float]]] = {}
+    for summary, point in zip(summaries, points, strict=True):
+        way = summary.way
+        named.setdefault("full attention" if way.is_full else f"{way.strategy}, {way.context}", []).append(point)
+        axes.annotate(way.label, point, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    for name, own in named.items():
+        axes.scatter([x for x, _ in own], [y for _, y in own], s=28, label=name, zorder=3)
+    x, y = zip(*(points[number] for number in front), strict=True)
+    axes.step(x, y, where="post", color="black", linewidth=0.8, label="Pareto front: no other is better on both axes")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)

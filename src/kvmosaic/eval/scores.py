@@ -1,32 +1,24 @@
 """Answer scores: a number from 0 to 1, the best over the accepted answers.
 
-| metric | what it is | computed by | |---|---|---| | exact | the same words as SQuAD compares them: without case,
-punctuation and articles | here | | f1 | SQuAD's F1 of the words that both have | torchmetrics | | rouge_l | the
-F-measure of ROUGE-L, without stemming | torchmetrics | | contains_all | RULER's string match: the share of the accepted
-answers that occur, in any case | here | | contains_any | RULER's string match for questions: 1 if an accepted answer
-occurs, in any case | here | | only | 1 if the accepted answers occur as whole words, in their order, and no answer of
-another document | here |
+exact           the same words as SQuAD compares them: without case, punctuation and articles
+f1              SQuAD's F1 of the words that both have
+contains_any    1 if an accepted answer occurs, in any case
+only            1 if the accepted answers occur as whole words, in their order, and no answer of another document
 """
 
 from __future__ import annotations
 
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import METRICS, Case, Metric
 
-MAX_COMPARED_WORDS = 2**24
-"""ROUGE-L compares every word of the answer with every word of the accepted one; this many pairs take seconds."""
-
 _FIRST_CJK = 0x2E80
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_ROUGE_WORD = re.compile(r"[a-z0-9]+")
 
 
 def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
@@ -38,7 +30,7 @@ def score(metric: Metric, said: str, answers: Iterable[str]) -> float:
         answers: every accepted answer, at least one.
 
     Raises:
-        InvalidConfig: no such metric, no accepted answer, texts too long for the metric, or its library is missing.
+        InvalidConfig: no such metric, or no accepted answer.
     """
     if metric not in _SCORES:
         raise InvalidConfig(f"there is no metric {metric!r:.80}; there are {', '.join(METRICS)}")
@@ -61,19 +53,6 @@ def _whole(value: str) -> str:
     return re.escape(value).join(borders)
 
 
-def check_metrics(metrics: Iterable[Metric]) -> None:
-    """Checks that the libraries of some metrics are there, so that a long run does not end without scores.
-
-    Raises:
-        InvalidConfig: no such metric, or its library is missing.
-    """
-    for metric in metrics:
-        if metric not in _SCORES:
-            raise InvalidConfig(f"there is no metric {metric!r:.80}; there are {', '.join(METRICS)}")
-        if _SCORES[metric] in (f1, rouge_l) and find_spec("torchmetrics") is None:
-            raise _missing(metric)
-
-
 def exact_match(said: str, answers: Iterable[str]) -> float:
     """1 if the answer is an accepted one, word for word, else 0. Case, punctuation and articles do not count."""
     words = _words(said)
@@ -82,32 +61,13 @@ def exact_match(said: str, answers: Iterable[str]) -> float:
 
 def f1(said: str, answers: Iterable[str]) -> float:
     """The harmonic mean of precision and recall of the words, of which `exact_match` tells what counts."""
-    target = {"id": "", "answers": {"text": list(answers)}}
-    scores = _torchmetrics("f1").squad([{"id": "", "prediction_text": said}], [target])
-    return float(scores["f1"]) / 100
+    words = _words(said)
+    return max(_f1(words, _words(answer)) for answer in answers)
 
 
-def rouge_l(said: str, answers: Iterable[str]) -> float:
-    """The F-measure of the longest common subsequence of words; a word is a run of the letters a-z and of digits.
-
-    Raises:
-        InvalidConfig: the texts are too long to be compared.
-    """
-    accepted = list(answers)
-    num_said, num_accepted = (max(map(_num_rouge_words, texts), default=0) for texts in ([said], accepted))
-    if num_said * num_accepted > MAX_COMPARED_WORDS:
-        raise InvalidConfig(
-            f"ROUGE-L of {num_said} words and {num_accepted} accepted ones takes too long; "
-            f"their product may be {MAX_COMPARED_WORDS}: give answers fewer tokens"
-        )
-    scores = _torchmetrics("rouge_l").rouge_score([said], [accepted], accumulate="best", rouge_keys="rougeL")
-    return float(scores["rougeL_fmeasure"])
-
-
-def contains_all(said: str, answers: Iterable[str]) -> float:
-    """The share of the accepted answers that occur in the answer, in any case."""
-    found = [answer.lower() in said.lower() for answer in answers]
-    return sum(found) / len(found)
+def _f1(said: list[str], answer: list[str]) -> float:
+    same = (Counter(said) & Counter(answer)).total()
+    return 2 * same / (len(said) + len(answer)) if said and answer else float(said == answer)
 
 
 def contains_any(said: str, answers: Iterable[str]) -> float:
@@ -127,26 +87,9 @@ def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
-def _num_rouge_words(text: str) -> int:
-    return len(_ROUGE_WORD.findall(text.lower()))
-
-
-def _torchmetrics(metric: Metric) -> ModuleType:
-    try:
-        return import_module("torchmetrics.functional.text")
-    except ImportError as error:
-        raise _missing(metric) from error
-
-
-def _missing(metric: Metric) -> InvalidConfig:
-    return InvalidConfig(f"the metric {metric!r} needs torchmetrics; pip install 'kvmosaic[eval]'")
-
-
 _SCORES: dict[Metric, Callable[[str, tuple[str, ...]], float]] = {
     "exact": exact_match,
     "f1": f1,
-    "rouge_l": rouge_l,
-    "contains_all": contains_all,
     "contains_any": contains_any,
     "only": only,
 }

@@ -14,14 +14,16 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
 from kvmosaic.eval.text.documents import Example, Question, Recipe, TextSource
 from kvmosaic.eval.text.recipes import (
+    LANGUAGES,
+    MAX_RECORDS,
     ChainRecipe,
     OrderRecipe,
     StoryRecipe,
     chain_example,
     order_example,
+    similar_records,
     story_example,
 )
-from kvmosaic.eval.text.similar_records import LANGUAGES, MAX_RECORDS, similar_records
 from kvmosaic.prompt import Document
 
 __all__ = ["FORMS", "TASKS", "Long", "Needle", "OneHop", "Order", "Story", "Task", "TwoHop", "task"]

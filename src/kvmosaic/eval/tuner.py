@@ -42,50 +42,36 @@ class Tuned:
 
 def goal_of(
     loss: float | None = None,
-    task_loss: float | None = None,
     max_work: float = 1.0,
     *,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
-    max_loss_increase: float | None = None,
     is_labelled: bool = True,
 ) -> Goal:
-    """Returns the goal; without `task_loss` no task may lose more right answers than all of them together.
+    """Returns the goal; no task may lose more right answers than all of them together.
 
     The default is 98% of the right answers for labelled questions, and a divergence of 0.02 for unlabelled ones.
 
     Raises:
         InvalidConfig: a number outside its range, or a goal that needs labels that are missing.
     """
-    if loss is None and task_loss is not None:
-        raise InvalidConfig("--task-loss says what each task may lose of --loss; give --loss, too")
-    if loss is max_divergence is min_agreement is max_loss_increase is None:
+    if loss is max_divergence is min_agreement is None:
         loss, max_divergence = (USUAL_LOSS, None) if is_labelled else (None, USUAL_DIVERGENCE)
-    goal = Goal(
-        loss,
-        loss if task_loss is None else task_loss,
-        max_work,
-        max_divergence=max_divergence,
-        min_agreement=min_agreement,
-        max_loss_increase=max_loss_increase,
-    )
     for name, value, most in (
-        ("loss", goal.loss, 1.0),
-        ("task-loss", goal.task_loss, 1.0),
+        ("loss", loss, 1.0),
         ("max-work", max_work, 100.0),
         ("max-divergence", max_divergence, 100.0),
         ("min-agreement", min_agreement, 1.0),
-        ("max-loss-increase", max_loss_increase, 100.0),
     ):
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise InvalidConfig(f"--{name} must be a number from 0 to {most:g}, got {value!r}")
-        if name in ("loss", "task-loss", "max-loss-increase") and not is_labelled:
-            raise InvalidConfig(
-                f"--{name} needs the right answers, and no question has one; use --max-divergence and --min-agreement"
-            )
-    return goal
+    if loss is not None and not is_labelled:
+        raise InvalidConfig(
+            "--loss needs the right answers, and no question has one; use --max-divergence and --min-agreement"
+        )
+    return Goal(loss, max_work, max_divergence=max_divergence, min_agreement=min_agreement)
 
 
 def choose(rows: Sequence[TaskRow], goal: Goal, *, with_full: bool = False) -> Tuned:
@@ -134,19 +120,17 @@ def _margin(summary: Summary, goal: Goal) -> float:
     Answers count relative to full attention's, whatever the limit.
     """
     margins = [_share_left(value, most) for value, most in _distances(summary, goal)]
-    if goal.loss is not None and goal.task_loss is not None:
+    if goal.loss is not None:
         assert summary.ratio is not None and summary.worst_ratio is not None
-        margins += [summary.ratio - 1 + goal.loss, summary.worst_ratio - 1 + goal.task_loss]
+        margins.append(min(summary.ratio, summary.worst_ratio) - 1 + goal.loss)
     return round(min(margins, default=0.0), 9)
 
 
 def _distances(summary: Summary, goal: Goal) -> list[tuple[float, float]]:
     """Returns the distances to minimize, each with its value and limit."""
-    increase = summary.loss_increase
     pairs = [
         (summary.divergence, goal.max_divergence),
         (1 - summary.agreement, None if goal.min_agreement is None else 1 - goal.min_agreement),
-        (0.0 if increase is None else increase, goal.max_loss_increase),
     ]
     return [(value, most) for value, most in pairs if most is not None]
 
@@ -157,16 +141,12 @@ def _share_left(value: float, most: float) -> float:
 
 def _wanted(goal: Goal) -> str:
     parts = []
-    if goal.loss is not None and goal.task_loss is not None:
-        parts.append(
-            f"{percent(1 - goal.loss)} of full attention on average and {percent(1 - goal.task_loss)} on every task"
-        )
+    if goal.loss is not None:
+        parts.append(f"{percent(1 - goal.loss)} of full attention on average and on every task")
     if goal.max_divergence is not None:
         parts.append(f"a divergence of at most {goal.max_divergence:g} nats")
     if goal.min_agreement is not None:
         parts.append(f"at least {percent(goal.min_agreement)} of the same greedy tokens")
-    if goal.max_loss_increase is not None:
-        parts.append(f"a loss of the accepted answer at most {goal.max_loss_increase:g} nats above full attention")
     return ", ".join(parts)
 
 
@@ -185,10 +165,10 @@ def _described(summary: Summary, goal: Goal) -> str:
 def _failing(rows: Sequence[TaskRow], ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]:
     """Returns, for each task that loses too many right answers, what the best variant for that task reaches."""
     allowed, said = {summary.way for summary in ways}, list[str]()
-    if goal.task_loss is None:
+    if goal.loss is None:
         return said
     for row in rows:
-        if row.way != closest.way or row.ratio is None or row.ratio >= 1 - goal.task_loss:
+        if row.way != closest.way or row.ratio is None or row.ratio >= 1 - goal.loss:
             continue
         best = max(
             (each for each in rows if each.task == row.task and each.way in allowed),
@@ -210,7 +190,4 @@ def _too_far(ways: Sequence[Summary], closest: Summary, goal: Goal) -> list[str]
     if goal.min_agreement is not None and closest.agreement < goal.min_agreement:
         best = max(ways, key=lambda each: each.agreement)
         said.append(f"The most of the same greedy tokens is {percent(best.agreement)}, by {best.way}.")
-    if goal.max_loss_increase is not None and (closest.loss_increase or 0.0) > goal.max_loss_increase:
-        best = min(ways, key=lambda each: each.loss_increase or 0.0)
-        said.append(f"The least increase of the loss is {best.loss_increase or 0.0:+.3f} nats, by {best.way}.")
     return said

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.layout.alike import IN_FULL, MIXED_UP, Likeness, likeness_of, with_kin
-    from kvmosaic.layout.arrangement import arrange, composition_of
-    from kvmosaic.layout.dense_layout import DenseLayout, dense
+    from kvmosaic.layout.arrangement import IN_FULL, MIXED_UP, Likeness, arrange, composition_of, likeness_of, with_kin
     from kvmosaic.layout.repaired_layout import exact_spans, later_tokens_seen, repair_positions, repaired
-    from kvmosaic.layout.rolling_window import RollingWindow
     from kvmosaic.layout.span import (
         BASE_MODEL,
         UNWEIGHTED,
         ChunkContext,
+        DenseLayout,
         Layout,
         LayoutAdapter,
         SoftmaxWeight,
@@ -23,8 +21,9 @@ if TYPE_CHECKING:
         View,
         Visibility,
         context_with,
+        dense,
     )
-    from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, choose_strategy
+    from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, RollingWindow, choose_strategy
 
 __all__ = [
     "BASE_MODEL",
@@ -58,15 +57,13 @@ __all__ = [
 
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
-    "alike": ("IN_FULL", "MIXED_UP", "Likeness", "likeness_of", "with_kin"),
-    "arrangement": ("arrange", "composition_of"),
-    "dense_layout": ("DenseLayout", "dense"),
+    "arrangement": ("IN_FULL", "MIXED_UP", "Likeness", "arrange", "composition_of", "likeness_of", "with_kin"),
     "repaired_layout": ("exact_spans", "later_tokens_seen", "repair_positions", "repaired"),
-    "rolling_window": ("RollingWindow",),
     "span": (
         "BASE_MODEL",
         "UNWEIGHTED",
         "ChunkContext",
+        "DenseLayout",
         "Layout",
         "LayoutAdapter",
         "SoftmaxWeight",
@@ -74,7 +71,8 @@ _HOMES = {
         "View",
         "Visibility",
         "context_with",
+        "dense",
     ),
-    "strategies": ("STRATEGIES", "PositionStrategy", "choose_strategy"),
+    "strategies": ("STRATEGIES", "PositionStrategy", "RollingWindow", "choose_strategy"),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.metrics import buckets
+from kvmosaic.metrics import family
 from kvmosaic.metrics.family import Family, Kind
 
 ACTIONS = ("reused", "moved", "computed")
@@ -153,7 +153,7 @@ QUEUE_SECONDS = _family(
     "From arrival to the first step as vllm:request_queue_time_seconds, by `priority`: low (below 0), normal (0) or "
     "high.",
     "priority",
-    bounds=buckets.REQUEST_LATENCY,
+    bounds=family.REQUEST_LATENCY,
 )
 PROMPT_TOKENS = _family(
     "prompt_tokens",
@@ -179,14 +179,14 @@ REPAIR_SECONDS = _family(
     "repair_seconds",
     "histogram",
     "Spent on choosing and repairing the tokens of one prompt: their share of the steps they were in.",
-    bounds=buckets.TIME_TO_FIRST_TOKEN,
+    bounds=family.TIME_TO_FIRST_TOKEN,
 )
 UNCACHED_TTFT = _family(
     "request_uncached_ttft_seconds",
     "histogram",
     "Estimated time to the first token if nothing had been reused: the measured one, and for every reused token the "
     "mean time that a computed one takes. To be held against vllm:time_to_first_token_seconds.",
-    bounds=buckets.TIME_TO_FIRST_TOKEN,
+    bounds=family.TIME_TO_FIRST_TOKEN,
 )
 REQUESTS = _family(
     "requests",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmosaic.metrics import buckets
+from kvmosaic.metrics import family
 from kvmosaic.metrics.family import Family, Kind
 
 MODEL = ("model_name", "engine")
@@ -40,44 +40,44 @@ TIME_TO_FIRST_TOKEN = _family(
     "time_to_first_token_seconds",
     "histogram",
     "From arrival to the first token.",
-    buckets.TIME_TO_FIRST_TOKEN,
+    family.TIME_TO_FIRST_TOKEN,
 )
 INTER_TOKEN_LATENCY = _family(
     "inter_token_latency_seconds",
     "histogram",
     "Between one token of an answer and the next; of long answers, the first 512 times.",
-    buckets.INTER_TOKEN_LATENCY,
+    family.INTER_TOKEN_LATENCY,
 )
 TIME_PER_TOKEN = _family(
     "request_time_per_output_token_seconds",
     "histogram",
     "Mean time between the tokens of a request's answers.",
-    buckets.INTER_TOKEN_LATENCY,
+    family.INTER_TOKEN_LATENCY,
 )
 LATENCY = _family(
-    "e2e_request_latency_seconds", "histogram", "From arrival to the end of the last answer.", buckets.REQUEST_LATENCY
+    "e2e_request_latency_seconds", "histogram", "From arrival to the end of the last answer.", family.REQUEST_LATENCY
 )
 QUEUE_TIME = _family(
-    "request_queue_time_seconds", "histogram", "From arrival to the first step.", buckets.REQUEST_LATENCY
+    "request_queue_time_seconds", "histogram", "From arrival to the first step.", family.REQUEST_LATENCY
 )
 PREFILL_TIME = _family(
-    "request_prefill_time_seconds", "histogram", "From the first step to the first token.", buckets.REQUEST_LATENCY
+    "request_prefill_time_seconds", "histogram", "From the first step to the first token.", family.REQUEST_LATENCY
 )
 DECODE_TIME = _family(
-    "request_decode_time_seconds", "histogram", "From the first token to the end.", buckets.REQUEST_LATENCY
+    "request_decode_time_seconds", "histogram", "From the first token to the end.", family.REQUEST_LATENCY
 )
 INFERENCE_TIME = _family(
-    "request_inference_time_seconds", "histogram", "From the first step to the end.", buckets.REQUEST_LATENCY
+    "request_inference_time_seconds", "histogram", "From the first step to the end.", family.REQUEST_LATENCY
 )
-NUM_ANSWERS = _family("request_params_n", "histogram", "Answers per request.", buckets.NUM_ANSWERS)
+NUM_ANSWERS = _family("request_params_n", "histogram", "Answers per request.", family.NUM_ANSWERS)
 
-REQUEST_PROMPT_TOKENS = _family("request_prompt_tokens", "histogram", "Tokens of a prompt.", buckets.TOKENS)
+REQUEST_PROMPT_TOKENS = _family("request_prompt_tokens", "histogram", "Tokens of a prompt.", family.TOKENS)
 REQUEST_GENERATION_TOKENS = _family(
-    "request_generation_tokens", "histogram", "Answer tokens of a request, all its answers together.", buckets.TOKENS
+    "request_generation_tokens", "histogram", "Answer tokens of a request, all its answers together.", family.TOKENS
 )
 REQUEST_COMPUTED_TOKENS = _family(
     "request_prefill_kv_computed_tokens",
     "histogram",
     "Tokens of a prompt that were computed, not reused.",
-    buckets.TOKENS,
+    family.TOKENS,
 )

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import Scope
 
 from kvmosaic import __version__
-from kvmosaic.api.error_forms import MESSAGES_ROUTE
+from kvmosaic.api.errors import MESSAGES_ROUTE
 from kvmosaic.server import anthropic, dashboard, engine_routes, openai
 from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.documents.served import ServerDocuments

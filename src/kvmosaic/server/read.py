@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvmosaic import config
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.config_file import nearest
+from kvmosaic.server.config_fields import nearest
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 
 _SECRETS = {"api_key", "chunk_secret", "chunk_tier"}

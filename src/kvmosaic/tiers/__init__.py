@@ -1,9 +1,8 @@
 """Offload tiers for chunks evicted from the device: host memory, disk, Redis, object stores."""
 
-from kvmosaic.tiers.cost import ComputeCost, LoadCost
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.fetch import Fetch, Rank, TieredStoreStats
-from kvmosaic.tiers.fetch_policy import FetchPolicy
+from kvmosaic.tiers.fetch_policy import ComputeCost, FetchPolicy, LoadCost
 from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Deadline, Entry, EntryInfo, Tier, TierStat
 from kvmosaic.tiers.tiered_store import TieredStore

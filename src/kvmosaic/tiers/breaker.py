@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
-from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Notices, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
 

@@ -15,8 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidEntry, OtherSecret, TierError
 from kvmosaic.tiers.fetch_policy import FetchPolicy
-from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import Deadline, Entry, Tier, check_size
+from kvmosaic.tiers.tier import Deadline, Entry, Notices, Tier, check_size
 
 T = TypeVar("T")
 

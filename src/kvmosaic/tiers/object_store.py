@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
-from kvmosaic.tiers.notices import Notices
 from kvmosaic.tiers.settings import ObjectSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
@@ -25,6 +24,7 @@ from kvmosaic.tiers.tier import (
     Deadline,
     Entry,
     EntryInfo,
+    Notices,
     TierCounters,
     TierStat,
     check_size,

@@ -1,11 +1,12 @@
-"""Tier protocol: a key-value store of entries, each the serialized bytes of one chunk, under the chunk's key."""
+"""Tier protocol: a key-value store of entries, the serialized bytes of one chunk each; its counters and warnings."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -216,3 +217,46 @@ class TierCounters:
         """All counters by name, as the fields of a `TierStat`."""
         with self._lock:
             return dict(self._counts)
+
+
+EVERY_SECONDS = 60.0
+_MAX_SUBJECTS = 256
+
+
+class Notices:
+    """Warnings about subjects, each logged at most once a minute, with the number suppressed since.
+
+    It remembers 256 subjects and drops the oldest above that. Thread-safe.
+    """
+
+    def __init__(self, log: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[Hashable, tuple[float, int]] = {}
+        """Per subject: time of the last log line, and occurrences since."""
+
+    def warn(self, subject: Hashable, text: str) -> bool:
+        """Logs a warning unless its subject had one within a minute; returns whether it was logged."""
+        with self._lock:
+            now = self._clock()
+            last, since = self._said.get(subject, (-math.inf, 0))
+            is_due = now - last >= EVERY_SECONDS
+            self._note(subject, (now, 0) if is_due else (last, since + 1))
+        if is_due:
+            self._log.warning("%s%s", text, f" ({since:,} times more in the last {now - last:,.0f} s)" if since else "")
+        return is_due
+
+    def warn_once(self, subject: Hashable, text: str) -> None:
+        """Logs a warning about a subject that had none yet."""
+        with self._lock:
+            is_new = subject not in self._said
+            if is_new:
+                self._note(subject, (self._clock(), 0))
+        if is_new:
+            self._log.warning("%s", text)
+
+    def _note(self, subject: Hashable, said: tuple[float, int]) -> None:
+        self._said[subject] = said
+        if len(self._said) > _MAX_SUBJECTS:
+            del self._said[next(iter(self._said))]

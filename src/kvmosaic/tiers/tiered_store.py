@@ -16,8 +16,7 @@ from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull
 from kvmosaic.tiers.fetch import Fetch, FetchWorkers, Rank, TieredStoreStats
 from kvmosaic.tiers.fetch_policy import FetchPolicy, Loading
-from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import Deadline, Entry, Tier, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, Notices, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
 

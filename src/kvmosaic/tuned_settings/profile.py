@@ -16,9 +16,7 @@ from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import repair_policy
 
 Choice = TypeVar("Choice", bound=str)
-FORMAT = 3
-READABLE_FORMATS = (1, 2, 3)
-"""Format 1 has accuracies only, without divergence, agreement and loss; format 2 no adapter."""
+FORMAT = 4
 FORMAT_FIELD = "kvmosaic_profile"
 SETTINGS = ("position_strategy", "chunk_context", "repair")
 """Fields of `ChunkCacheConfig` that a profile sets unless the caller did."""
@@ -44,12 +42,11 @@ class Fields:
         self._content = content
         self._read: set[str] = set()
 
-    def version(self, name: str, known: tuple[int, ...]) -> None:
+    def version(self, name: str, known: int) -> None:
         """Checks the version of the format."""
         found = self._take(name)
-        if found not in known or isinstance(found, bool):
-            versions = ", ".join(map(str, known))
-            raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {versions}; tune again")
+        if found != known or isinstance(found, bool):
+            raise InvalidProfile(f"its format {name} is {found!r:.80}, and this version reads {known}; tune again")
 
     def text(self, name: str, most: int) -> str:
         """A printable text of at most `most` characters."""
@@ -170,9 +167,7 @@ class Goal:
     """Limits on the loss of accuracy and on the work of repairing."""
 
     loss: float | None
-    """Max loss, as a share of full attention's accuracy, all tasks together; None: any."""
-    task_loss: float | None
-    """The same for each task."""
+    """Max loss, as a share of full attention's accuracy, of all tasks together and of each; None: any."""
     max_work: float
     """max_work of choosing and repairing; 1 is the cost of computing all documents once."""
     is_reached: bool = True
@@ -181,8 +176,6 @@ class Goal:
     """Max divergence from full attention, in nats per token; None: any."""
     min_agreement: float | None = None
     """Min agreement with full attention's greedy tokens, from 0 to 1; None: any."""
-    max_loss_increase: float | None = None
-    """Max increase of the accepted answers' loss, in nats per token; None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +234,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
         return {
-            FORMAT_FIELD: FORMAT if self.adapter else FORMAT - 1,  # earlier versions read the rest
+            FORMAT_FIELD: FORMAT,
             "model": self.model,
             "fingerprint": self.fingerprint,
             **({"adapter": {"folder": self.adapter, "digest": self.adapter_digest}} if self.adapter else {}),
@@ -263,7 +256,7 @@ class Profile:
             InvalidProfile: another format, or a field is missing, unknown or out of range.
         """
         fields = Fields(content)
-        fields.version(FORMAT_FIELD, READABLE_FORMATS)
+        fields.version(FORMAT_FIELD, FORMAT)
         goal, measured = fields.inner("goal"), fields.inner("measured")
         adapter = fields.inner_if_known("adapter")
         profile = cls(
@@ -274,12 +267,10 @@ class Profile:
             repair=fields.read("repair", lambda text: str(repair_policy(text))),
             goal=Goal(
                 loss=goal.number_if_known("loss", 0, 1),
-                task_loss=goal.number_if_known("task_loss", 0, 1),
                 max_work=goal.number("max_work", 0, MAX_WORK),
                 is_reached=goal.flag("is_reached"),
                 max_divergence=goal.number_if_known("max_divergence", 0, MAX_NATS),
                 min_agreement=goal.number_if_known("min_agreement", 0, 1),
-                max_loss_increase=goal.number_if_known("max_loss_increase", -MAX_NATS, MAX_NATS),
             ),
             date=measured.matching("date", r"\d{4}-\d\d-\d\d", "a day such as 2026-03-31"),
             seed=measured.whole("seed", -(2**63), 2**63 - 1),

@@ -27,7 +27,7 @@ from kvmosaic.api.warming import WarmedObject, WarmJob, WarmOneRequest, WarmRequ
 from kvmosaic.documents import DocumentDraft, Match, StoredDocument
 from kvmosaic.documents.store import MAX_SEARCH_CHARACTERS
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
+from kvmosaic.prompt.document import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.web.errors import ErrorReply, error_replies, not_allowed, streamed
 from kvmosaic.web.json_body import ParsedRoute, warn, warnings_of
 from kvmosaic.web.sse import EventStream, event, open_stream

@@ -13,8 +13,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from kvmosaic import errors
-from kvmosaic.api.error_forms import error_reply
-from kvmosaic.api.errors import ApiError, ErrorDetail, invalid_body, known_error
+from kvmosaic.api.errors import ApiError, ErrorDetail, error_reply, invalid_body, known_error
 from kvmosaic.api.fields import Reply
 
 __all__ = ["ApiError", "add_error_replies", "as_api_error", "refusal_of", "reply_of_error", "request_id_of"]

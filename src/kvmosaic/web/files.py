@@ -18,7 +18,7 @@ from kvmosaic.api.served_documents import ServedDocuments
 from kvmosaic.documents import DocumentStore, StoredDocument
 from kvmosaic.documents.store import Order
 from kvmosaic.errors import UnknownDocument
-from kvmosaic.prompt.document_id import ID_PATTERN, MAX_ID_CHARACTERS
+from kvmosaic.prompt.document import ID_PATTERN, MAX_ID_CHARACTERS
 from kvmosaic.web.documents import Served
 from kvmosaic.web.errors import error_replies
 from kvmosaic.web.uploads import file_draft, file_text, form_body

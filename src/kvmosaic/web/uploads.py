@@ -22,7 +22,7 @@ from kvmosaic.api.served_documents import ServedDocuments
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.documents.stored import MAX_METADATA_VALUE
 from kvmosaic.errors import InvalidDocument, KVMosaicError
-from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
+from kvmosaic.prompt.document import MAX_ID_CHARACTERS
 from kvmosaic.web.json_body import Warnings
 
 MAX_LINES = 100_000

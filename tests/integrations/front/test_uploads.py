@@ -15,7 +15,7 @@ from support.files import pdf_file
 from support.vllm.front import KEY, App
 
 from kvmosaic.extraction import extract_text
-from kvmosaic.integrations.vllm.front import served
+from kvmosaic.integrations.vllm.front import documents as routes
 from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 
@@ -232,7 +232,7 @@ def slow_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
         assert may_go_on.wait(60)
         return extract_text(content, name)
 
-    monkeypatch.setattr(served, "extract_text", waiting)
+    monkeypatch.setattr(routes, "extract_text", waiting)
     yield may_go_on
     may_go_on.set()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.integrations.vllm import plugin
-from kvmosaic.integrations.vllm.document_reads import VARIABLE
+from kvmosaic.integrations.vllm.settings import READS_VARIABLE
 from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
 
 EARLIER = Path(sys.prefix) / "earlier" / "vllm"
@@ -143,10 +143,10 @@ def registry():
 
 
 def test_backends_are_overridden_only_where_documents_are_read_in_place(registry, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(READS_VARIABLE, raising=False)
     plugin.register()
     assert not registry._ATTN_OVERRIDES
-    monkeypatch.setenv(VARIABLE, "in-place")
+    monkeypatch.setenv(READS_VARIABLE, "in-place")
     for _ in range(2):
         plugin.register()
         found = {each.name: path for each, path in registry._ATTN_OVERRIDES.items()}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.vllm.releases import DIFFERENCES, RELEASES, USES, Use
 from support.vllm.signatures import Signatures, source_of, version_of
 
 import kvmosaic.integrations.vllm as ours
-from kvmosaic.integrations.vllm.releases import DIFFERENCES, RELEASES, USES, Use
 
 LISTED: dict[str, dict[str, list[str] | None]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 """Written by scripts/vllm_releases.py."""

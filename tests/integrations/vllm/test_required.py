@@ -12,9 +12,9 @@ from support.vllm.asking import compose, documents
 from support.vllm.forking import CONNECTOR, Fork
 from support.vllm.serving import ForkedServer, server_arguments
 
-from kvmosaic.integrations.vllm.requirement import VARIABLE
+from kvmosaic.integrations.vllm.settings import REQUIRED_VARIABLE
 
-REQUIRED = {VARIABLE: "1"}
+REQUIRED = {REQUIRED_VARIABLE: "1"}
 OFF = "--no-enable-prefix-caching"
 IN_CONNECTOR = (
     f"--kv-transfer-config={json.dumps({**CONNECTOR, 'kv_connector_extra_config': {'require_composing': True}})}"

@@ -13,8 +13,8 @@ from integrations.worker.stand_ins import BLOCKS, HEADS, KEY, SIZE
 from integrations.worker.test_mover import Share
 from support.examples import examples
 
-from kvmosaic.integrations.vllm.document_reads import VARIABLE
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
+from kvmosaic.integrations.vllm.settings import READS_VARIABLE
 from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.in_place import reader as reading
@@ -229,10 +229,10 @@ def test_a_worker_that_does_not_read_in_place_says_why(graphs, no_shift, reason,
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
     share = share_of("joined by head", "joined by head")
     worker = ComposingWorker(config, None)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(READS_VARIABLE, raising=False)
     monkeypatch.setattr(position_shift, "can_shift", lambda *_, by_vllm: "of windows" if by_vllm else no_shift)
     assert worker._find_reader(share.places, None) == "" and worker.reader is None, "copies were chosen"
-    monkeypatch.setenv(VARIABLE, "in-place")
+    monkeypatch.setenv(READS_VARIABLE, "in-place")
     assert worker._find_reader(share.places, None) == reason
     assert (worker.reader is None) == bool(reason)
     if not reason:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 from support.server import RunningServer
 
-from kvmosaic.server.anthropic import blocks, replies
+from kvmosaic.server.anthropic import blocks, messages
 from kvmosaic.server.anthropic.request import CountRequest, MessagesRequest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "server" / "anthropic.md").read_text()
@@ -58,7 +58,7 @@ def test_every_field_is_in_the_manual(model: type[BaseModel]) -> None:
     assert fields_of(model) - NAMED - {"type"} == set()
 
 
-@pytest.mark.parametrize("model", [replies.MessagesUsage, replies.Ending])
+@pytest.mark.parametrize("model", [messages.MessagesUsage, messages.Ending])
 def test_what_replies_hold_is_in_the_manual(model: type[BaseModel]) -> None:
     assert fields_of(model) - NAMED == set()
 
@@ -68,9 +68,9 @@ def values_of(annotation: Any) -> set[str]:
 
 
 def test_events_and_reasons_are_in_the_manual() -> None:
-    events = values_of(replies.MessageEvent.model_fields["type"].annotation)
-    deltas = values_of(replies.BlockDelta.model_fields["type"].annotation)
-    assert (events | deltas | values_of(replies.StopReason)) - NAMED == set()
+    events = values_of(messages.MessageEvent.model_fields["type"].annotation)
+    deltas = values_of(messages.BlockDelta.model_fields["type"].annotation)
+    assert (events | deltas | values_of(messages.StopReason)) - NAMED == set()
 
 
 def test_links_lead_to_files() -> None:

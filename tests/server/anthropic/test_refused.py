@@ -139,8 +139,7 @@ def test_hostile_bodies_are_bounded(http: httpx.Client, messages: Any) -> None:
 
 
 def test_many_messages_with_documents_take_linear_time() -> None:
-    from kvmosaic.server.anthropic.conversation import read_conversation
-    from kvmosaic.server.anthropic.request import CountRequest
+    from kvmosaic.server.anthropic.request import CountRequest, read_conversation
 
     def seconds(number: int) -> float:
         text = "The ferry goes to Oak Island. " * 20

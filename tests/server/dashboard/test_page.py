@@ -7,8 +7,8 @@ import re
 import httpx
 from support.server import RunningServer
 
-from kvmosaic.prompt.document_id import check_id
-from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions
+from kvmosaic.prompt.document import check_id
+from kvmosaic.server.dashboard.views import Markup, example_documents, example_questions
 
 
 def test_the_policy_names_the_one_script_and_the_one_style(own_server: RunningServer) -> None:

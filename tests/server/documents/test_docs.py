@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from server.documents.world import KEYS, DocumentServer
 
-from kvmosaic.prompt.document_id import VERBS
+from kvmosaic.prompt.document import VERBS
 from kvmosaic.server.middleware.authentication import OPEN_PATHS
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants

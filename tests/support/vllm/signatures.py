@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from kvmosaic.integrations.vllm.releases import Use
+from support.vllm.releases import Use
 
 Source = Callable[[str], str | None]
 """Text of a file of the release, by its path (`vllm/v1/request.py`); None: there is no such file."""

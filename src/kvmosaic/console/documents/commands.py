@@ -58,8 +58,7 @@ def add(
     kvmosaic documents add documents.jsonl
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.files import FileFields
-    from kvmosaic.console.documents.sync import add_files
+    from kvmosaic.console.documents.sync import FileFields, add_files
 
     counts = add_files(ServerDocuments(server, timeout), files, document_id, FileFields(pin, ttl))
     counts.show(as_json)
@@ -129,8 +128,7 @@ def sync(
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.files import FileFields
-    from kvmosaic.console.documents.sync import FolderSync, sync_folder, watch_folder
+    from kvmosaic.console.documents.sync import FileFields, FolderSync, sync_folder, watch_folder
 
     client, wanted = ServerDocuments(server, timeout), FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl))
     if watch:

@@ -2,30 +2,127 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.documents.files import (
-    HASH,
-    FileFields,
-    files_of,
-    hash_of,
-    is_gone,
-    json_lines,
-    line_of,
-    read_file,
-)
+from kvmosaic.console.folder import find_documents
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError
+from kvmosaic.extraction import SUFFIXES, extract_text, is_readable
+
+MAX_FILES = 1_000_000
+MAX_FILE_BYTES = 2**28
+HASH = "sha256"
+"""Key in the metadata of a document that came from a file: the hash of that file."""
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFields:
+    """Fields that all uploaded files get."""
+
+    pinned: bool = False
+    ttl_seconds: int | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Returns the fields that are set."""
+        pinned = {"pinned": True} if self.pinned else {}
+        return pinned if self.ttl_seconds is None else {**pinned, "ttl_seconds": self.ttl_seconds}
+
+
+def files_of(folder: Path, pattern: str | None) -> dict[str, Path]:
+    """Returns the files of a folder and its sub-folders that can be read, by their relative paths.
+
+    Raises:
+        InvalidDocument: not a folder, no file, or a pattern that leads out of it.
+    """
+    found = find_documents(folder, pattern or "**/*", MAX_FILES).values()
+    files = {path.relative_to(folder).as_posix(): path for path in found if pattern or is_readable(path.name)}
+    if not files:
+        raise InvalidDocument(f"{folder} has no file that can be read; suffixes: {', '.join(SUFFIXES)}")
+    return files
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        InvalidDocument: it cannot be read, or is too large.
+    """
+    if path.is_dir():
+        raise InvalidDocument(f"it is a folder; upload it with kvmosaic documents sync {path}")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_FILE_BYTES:
+            raise InvalidDocument(f"it has {num_bytes:,} bytes; at most {MAX_FILE_BYTES:,} are read, split it")
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file; a folder that cannot be read now does not say that."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def hash_of(content: bytes) -> str:
+    """Returns the hash under which the server remembers the content of a file."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
+    """Returns the document of a file: its text, its name as title, its hash; `fields` come before these.
+
+    Raises:
+        InvalidDocument: it has no text, or cannot be read.
+        MissingExtra: it needs a library that is not installed.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidDocument("its name is not UTF-8; rename it") from None
+    text = extract_text(content, name)
+    values = {"id": name, "title": Path(name).name, "text": text, "metadata": {HASH: hash_of(content)}, **fields}
+    return NamedLine.of(name, values)
+
+
+def json_lines(path: Path | None) -> Iterator[NamedLine]:
+    """Yields the documents of a file with one JSON object per line; None: of standard input.
+
+    Raises:
+        InvalidDocument: it cannot be read, or a line is too long.
+    """
+    name = str(path or "standard input")
+    try:
+        with sys.stdin.buffer if path is None else path.open("rb") as source:
+            number = 0
+            while line := source.readline(MAX_FILE_BYTES):
+                number += 1
+                if len(line) == MAX_FILE_BYTES:
+                    raise InvalidDocument(f"{name}, line {number} is longer than {MAX_FILE_BYTES:,} bytes; split it")
+                if line.strip():
+                    yield NamedLine(f"{name}, line {number}", line.strip())
+    except OSError as error:
+        raise InvalidDocument(f"{path} cannot be read: {error.strerror}") from error
+
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""

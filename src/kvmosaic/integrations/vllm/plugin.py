@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvmosaic.integrations.vllm.document_reads import document_reads
+from kvmosaic.integrations.vllm.settings import document_reads
 
 NAME = "kvmosaic"
 """The connector's name in `--kv-transfer-config`."""

@@ -18,11 +18,11 @@ from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.llm import LLM
 from kvmosaic.server.admission import Admission
-from kvmosaic.server.dashboard.page import example_questions
 from kvmosaic.server.dashboard.views import (
     EngineSnapshot,
     blocks_view,
     chunks_view,
+    example_questions,
     own_pools_view,
     pools_view,
     record_view,

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, Response
 
 from kvmosaic.server.dashboard.feed import Feed
-from kvmosaic.server.dashboard.page import Markup, example_documents, example_questions, hash_of
+from kvmosaic.server.dashboard.views import Markup, example_documents, example_questions, hash_of
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.web.sse import EventStream, open_stream
 

@@ -17,8 +17,7 @@ from kvmosaic.errors import DocumentStoreUnavailable, InvalidMessages, InvalidPr
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
-from kvmosaic.prompt.document import GivenDocuments
-from kvmosaic.prompt.document_id import MAX_ID_CHARACTERS
+from kvmosaic.prompt.document import MAX_ID_CHARACTERS, GivenDocuments
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.placed_documents import PlacedDocuments
 from kvmosaic.prompt.splits import told_splits

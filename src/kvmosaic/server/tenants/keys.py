@@ -12,7 +12,7 @@ from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.config import parse_bytes
 from kvmosaic.engine.shares import MAX_WEIGHT
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.config_file import nearest, read_yaml
+from kvmosaic.server.config_fields import nearest, read_yaml
 from kvmosaic.server.tenants.access import AccessKey, Tenant
 from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
 

@@ -20,7 +20,7 @@ from requests.adapters import HTTPAdapter
 from kvmosaic import __version__
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.tracing.request_trace import RequestTrace
-from kvmosaic.tiers.notices import Notices
+from kvmosaic.tiers.tier import Notices
 
 FLUSH_SECONDS = 5.0
 """Maximum time for sending the last spans at shutdown."""

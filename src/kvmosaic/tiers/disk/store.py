@@ -15,8 +15,7 @@ from kvmosaic.eviction import EvictionPolicy
 from kvmosaic.tiers.disk.files import shard_of
 from kvmosaic.tiers.disk.folder import EntryFolder, FileFacts
 from kvmosaic.tiers.entry_index import EntryIndex
-from kvmosaic.tiers.notices import Notices
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, TierCounters
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Notices, TierCounters
 
 logger = logging.getLogger("kvmosaic.tiers")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvmosaic.tools.formats.json_formats import Granite, Hermes, Json, Llama3, Mistral, MistralArgs
-from kvmosaic.tools.formats.qwen3_coder import Qwen3Coder
-from kvmosaic.tools.formats.token_formats import DeepSeekV3, DeepSeekV31, Harmony
+from kvmosaic.tools.formats.token_formats import DeepSeekV3, DeepSeekV31, Harmony, Qwen3Coder
 from kvmosaic.tools.formats.tool_format import ToolFormat, shows_tools
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "detect_tool_format", "shows_tools"]

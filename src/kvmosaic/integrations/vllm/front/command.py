@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.document_cache import document_cache
-from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
 from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.requirement import is_composing_required
-from kvmosaic.integrations.vllm.tier_settings import FROM_VARIABLE, tier_config
+from kvmosaic.integrations.vllm.settings import (
+    FROM_VARIABLE,
+    document_cache,
+    document_reads,
+    is_composing_required,
+    tier_config,
+)
 from kvmosaic.tiers import parse_tier_url
 
 MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"

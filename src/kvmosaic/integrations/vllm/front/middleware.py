@@ -17,8 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmosaic.api.error_forms import error_reply
-from kvmosaic.api.errors import ApiError
+from kvmosaic.api.errors import ApiError, error_reply
 from kvmosaic.cpu_limit import cpu_limit
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvmosaic.integrations.vllm.document_cache import DocumentCacheConfig, document_cache
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, HashedBlock
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import first_private_block
 from kvmosaic.integrations.vllm.scheduler.composed import ComposedRequest
 from kvmosaic.integrations.vllm.scheduler.document_pool import Claim, DocumentPool
+from kvmosaic.integrations.vllm.settings import DocumentCacheConfig, document_cache
 
 
 class EvictionOrder:

@@ -16,7 +16,6 @@ from kvmosaic.integrations.vllm.contract import FIELD, UPDATE, Composition, trai
 from kvmosaic.integrations.vllm.operations import Operations, ShiftedTokens, WorkerFacts
 from kvmosaic.integrations.vllm.report import ComposedReport, ReportSender
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.requirement import is_composing_required, require_composing
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
     first_private_block,
@@ -51,6 +50,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     why_not_repaired,
     workers_trouble,
 )
+from kvmosaic.integrations.vllm.settings import is_composing_required, require_composing
 
 _MAX_ASKED = 8
 """max_retries of a chunk for one request, if it is evicted each time before all others are there."""

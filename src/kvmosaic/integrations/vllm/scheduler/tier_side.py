@@ -23,7 +23,7 @@ from kvmosaic.integrations.vllm.operations import (
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
 from kvmosaic.integrations.vllm.scheduler.staged_runs import StagedRun, Staging
-from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.settings import tier_config
 from kvmosaic.tiers import ComputeCost
 
 _ENGINE = b"kvmosaic-vllm-1"

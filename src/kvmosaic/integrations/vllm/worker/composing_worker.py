@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.integrations.vllm.document_reads import document_reads
 from kvmosaic.integrations.vllm.operations import Operations, WorkerFacts
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.integrations.vllm.settings import document_reads
 from kvmosaic.integrations.vllm.worker import position_shift
 from kvmosaic.integrations.vllm.worker.extra_forward import (
     ExtraForward,

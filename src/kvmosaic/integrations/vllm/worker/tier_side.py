@@ -22,11 +22,10 @@ from kvmosaic.integrations.vllm.operations import (
     StoredRun,
 )
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.tier_settings import tier_config
+from kvmosaic.integrations.vllm.settings import tier_config
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.stored_entries import Share, StoredEntries, worker_fingerprint
-from kvmosaic.memory import ChunkTensors
-from kvmosaic.memory.buffer import pinned_bytes
+from kvmosaic.memory import ChunkTensors, pinned_bytes
 from kvmosaic.metrics.family import Family
 from kvmosaic.metrics.own_names import TIER_COUNTERS, TIER_OUTCOMES
 from kvmosaic.tiers import Fetch as TierFetch

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.cache.selection import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
+from kvmosaic.console.cache_entries import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
 from kvmosaic.console.folder import find_documents, read_document
 from kvmosaic.console.options import ModelOptions, open_llm
-from kvmosaic.console.warm.report import WarmCounts, WarmingBar, show_counts
+from kvmosaic.console.warm_report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.entries import Checksum, check_entry
 from kvmosaic.entries.verification import NO_LABEL
 from kvmosaic.errors import (

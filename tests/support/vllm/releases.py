@@ -1,4 +1,4 @@
-"""Releases of vLLM side by side: the names that this package uses, and what differs with the code that bridges it.
+"""Releases of vLLM side by side: the names that the package uses, and what differs with the code that bridges it.
 
 Everything here is data, without an import of vLLM. `tests/integrations/vllm/test_releases.py` holds it against the
 source of each release in `RELEASES`.
@@ -14,7 +14,7 @@ RELEASES = ("0.23.0", "0.32.0", "0.33.0")
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A class or function of vLLM, and what this package uses of it."""
+    """A class or function of vLLM, and what the package uses of it."""
 
     module: str
     """Under `vllm`."""

@@ -99,10 +99,10 @@ def serve(
     kvmosaic vllm serve Qwen/Qwen3-0.6B --max-model-len 8192 --position-strategy shared
     """
     from kvmosaic.integrations.vllm.front.command import check_installed, serving
-    from kvmosaic.integrations.vllm.requirement import SETTING
+    from kvmosaic.integrations.vllm.settings import REQUIRED_SETTING
 
     choices = {name: None if value is None else str(value) for name, value in asdict(documents).items()}
-    choices[SETTING] = "1" if require_composing else None
+    choices[REQUIRED_SETTING] = "1" if require_composing else None
     launch = serving(context.args, choices, chunk_tier or (), chunk_loading)
     variables = [f"{name}={shlex.quote(value)}" for name, value in launch.shown_variables.items()]
     typer.echo(" ".join((*variables, "vllm", shlex.join(launch.arguments))), err=not show)

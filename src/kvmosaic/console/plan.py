@@ -75,10 +75,6 @@ class DeviceOptions:
     ] = None
     chunk_tier: Annotated[list[str] | None, option("chunk_tier", panel=PANEL)] = None
     chunk_codec: Annotated[Codec, option("chunk_codec", panel=PANEL)] = "none"
-    plot: Annotated[
-        Path | None,
-        device_option(metavar="FILE", help="Draw the hit rate by memory (PNG)."),
-    ] = None
 
     def demand(self, documents: int, *, is_capped: bool) -> Demand:
         """Documents and prompts; `is_capped`: a prompt takes no more documents than there are."""
@@ -144,11 +140,11 @@ def plan(
     if not _is_of_device(context, documents):
         opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
 
-        from kvmosaic.console.plan.prompt import show_plans
+        from kvmosaic.console.plan_output import show_plans
 
         show_plans(opening, asking)
         return
-    from kvmosaic.console.plan.device import show_capacity
+    from kvmosaic.console.plan_output import show_capacity
     from kvmosaic.console.prompt_source import check_model_is_not_a_prompt
 
     check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)

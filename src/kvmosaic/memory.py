@@ -1,19 +1,60 @@
-"""Block storage: the KV tensors of one pool, and the memory budget."""
+"""Block storage: the KV tensors of one pool, the memory budget, and host buffers as tensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from kvmosaic.container import available_memory, memory_limit
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry, stored_layers
-from kvmosaic.memory.buffer import new_bytes
+
+
+def new_bytes(count: int) -> UInt8[Tensor, " count"]:
+    """[count] uint8, uninitialized.
+
+    numpy allocates huge pages. With small ones, page faults take longer than filling the memory.
+    """
+    return torch.from_numpy(np.empty(count, np.uint8))
+
+
+def pinned_bytes(count: int) -> memoryview:
+    """Pinned (page-locked) host memory, for fast copies to a GPU; never swapped out."""
+    return memory_of(torch.empty(count, dtype=torch.uint8, pin_memory=True))
+
+
+def bytes_of(tensor: Shaped[Tensor, "*any"]) -> UInt8[Tensor, " bytes"]:
+    """[bytes] uint8: the memory of a CPU tensor, a view if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def view_of(data: bytes | bytearray | memoryview) -> UInt8[Tensor, " bytes"]:
+    """[bytes] uint8: the same memory, kept alive by the view; never write to it if `data` is read-only."""
+    return torch.from_numpy(np.asarray(_Memory(data)))
+
+
+def memory_of(tensor: Shaped[Tensor, "*any"]) -> memoryview:
+    """The memory of a contiguous uint8 tensor on the CPU."""
+    return tensor.numpy().data
+
+
+class _Memory:
+    """numpy array interface over bytes; torch has no read-only tensors and warns of read-only arrays."""
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            **np.frombuffer(data, np.uint8).__array_interface__,
+            "strides": None,
+        }
+        self.__array_interface__["data"] = (self.__array_interface__["data"][0], False)
+        self._owner = memoryview(data)
+
 
 MAX_BLOCKS = 1 << 24
 """Maximum blocks of one pool: their bookkeeping takes 335 MB before anything is cached. Measured up to ten million."""

@@ -1,1 +1,0 @@
-"""Replays of recorded traffic: readers of public traces, a simulation of the caches, and runs with a real engine."""

@@ -1,1 +1,0 @@
-"""The command `kvmosaic cache`: lists, verifies and cleans entries of tiers."""

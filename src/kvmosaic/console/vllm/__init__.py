@@ -1,1 +1,0 @@
-"""The commands `kvmosaic vllm` and `kvmosaic check --vllm`."""

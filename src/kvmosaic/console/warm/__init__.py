@@ -1,1 +1,0 @@
-"""The command `kvmosaic warm`: computes a folder of documents into tiers."""
