@@ -159,3 +159,25 @@ def test_latent_values_are_a_view_of_the_keys():
     slow = attend_plain(query, key, key[..., :16], scaling=0.2)
     torch.testing.assert_close(fast[0], slow[0], atol=1e-10, rtol=0)
     torch.testing.assert_close(fast[1], slow[1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.slow
+def test_one_graph_is_for_pieces_of_any_length_and_distance():
+    rotation = Rotation("half", 0, 16, 1, tuple(1e4 ** (-index / 8) for index in range(8)), 16)
+
+    def attend(query, first, second, distance):
+        pieces = [KVPiece(*first, distance=distance), KVPiece(*second)]
+        return composed_attention(query, pieces, rotation=rotation, backend=TorchBackend())
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=count)
+    for length, distance in ((5, 2), (7, 3), (90, 41)):
+        query, first, second = torch.randn(3, 4, 16), torch.randn(2, length, 2, 16), torch.randn(2, length + 1, 2, 16)
+        expected = attend(query, first, second, distance)
+        torch.testing.assert_close(compiled(query, first, second, distance), expected, atol=1e-6, rtol=0)
+    assert len(graphs) == 1

@@ -15,7 +15,7 @@ from support.examples import examples
 from support.programs import needs_extension
 from torch import Tensor
 
-from kvmosaic.attention import NativeBackend, TorchBackend, paged_attention
+from kvmosaic.attention import NativeBackend, TorchBackend, paged_attention, plan_paged_attention
 from kvmosaic.errors import InvalidConfig
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -218,3 +218,50 @@ def test_uneven_slots_are_refused_with_the_way_out() -> None:
     with pytest.raises(InvalidConfig, match=r"not evenly spaced; pass both with .contiguous\(\)"):
         small(key_cache=uneven).attend()
     assert small(key_cache=uneven.contiguous()).attend().shape == (2, 4, 8)
+
+
+def two_layers(window=None):
+    """Caches of two layers, queries of a prefill and two decodes over them, and their plan."""
+    torch.manual_seed(0)
+    caches = [torch.randn(2, 9, 4, 2, 8) for _ in range(2)]
+    given = [[5, 2, 0], [5, 7], [1]], [11, 6, 3]
+    return caches, torch.randn(2, 5, 4, 8), {"query_lens": [3, 1, 1], "window": window}, given
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_one_plan_is_for_all_layers(window):
+    caches, queries, options, given = two_layers(window)
+    plan = plan_paged_attention(*caches[0], *given, **options)
+    for cache, query in zip(caches, queries, strict=True):
+        assert torch.equal(plan.attend(query, *cache), paged_attention(query, *cache, *given, **options))
+
+
+def test_a_plan_reads_nothing_back(monkeypatch):
+    caches, queries, options, given = two_layers()
+    plan = plan_paged_attention(
+        *caches[0], *map(torch.tensor, [[[5, 2, 0], [5, 7, 0], [1, 0, 0]], given[1]]), **options
+    )
+    expected = paged_attention(queries[0], *caches[0], *given, **options)
+    for name in ("tolist", "item", "__bool__", "__int__", "__index__", "numpy"):
+        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("a device would be waited for"))
+    output = plan.attend(queries[0], *caches[0])
+    monkeypatch.undo()
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.slow
+def test_a_plan_compiles_to_one_graph():
+    caches, queries, options, given = two_layers()
+    plan = plan_paged_attention(*caches[0], *given, **options, backend=TorchBackend())
+    attend = torch.compile(lambda query, cache: plan.attend(query, *cache), fullgraph=True, backend="eager")
+    for cache, query in zip(caches, queries, strict=True):
+        assert torch.equal(attend(query, cache), plan.attend(query, *cache))
+
+
+def test_a_plan_is_for_caches_of_its_shape():
+    caches, queries, options, given = two_layers()
+    plan = plan_paged_attention(*caches[0], *given, **options)
+    with pytest.raises(InvalidConfig, match=r"for 9 blocks of 4 slots, 4 apart, and the cache has 8 of 4"):
+        plan.attend(queries[0], *caches[0][:, :8])
+    with pytest.raises(InvalidConfig, match="query has 4 rows, but the sequences have 5"):
+        plan.attend(queries[0, :4], *caches[0])

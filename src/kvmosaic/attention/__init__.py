@@ -4,7 +4,7 @@ from kvmosaic.attention.backend_choice import BackendName, ChosenBackend, choose
 from kvmosaic.attention.composed import KVPiece, composed_attention
 from kvmosaic.attention.merge import merge_partials
 from kvmosaic.attention.native import NativeBackend
-from kvmosaic.attention.paged import paged_attention
+from kvmosaic.attention.paged import PagedPlan, paged_attention, plan_paged_attention
 from kvmosaic.attention.reads import (
     ORDINARY_ROWS,
     AttentionObserver,
@@ -31,6 +31,7 @@ __all__ = [
     "KVPiece",
     "LayerBackend",
     "NativeBackend",
+    "PagedPlan",
     "Piece",
     "PlanReader",
     "PoolName",
@@ -45,6 +46,7 @@ __all__ = [
     "composed_attention",
     "merge_partials",
     "paged_attention",
+    "plan_paged_attention",
     "plan_reads",
     "sink_distance",
 ]

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvmosaic.attention.backend_choice import choose_backend
-from kvmosaic.attention.reads import Piece, RowGroup
-from kvmosaic.attention.step import StepAttention
-from kvmosaic.attention.torch_backend import AttentionBackend
+from kvmosaic.attention.reads import Piece, RowGroup, plan_reads
+from kvmosaic.attention.step import PreparedReads, StepAttention
+from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 
@@ -67,14 +67,34 @@ def paged_attention(
     Raises:
         InvalidConfig: shapes, dtypes, lengths or block ids that do not fit.
     """
+    plan = plan_paged_attention(
+        *(key_cache, value_cache, block_tables, context_lens), query_lens=query_lens, window=window, backend=backend
+    )
+    return plan.attend(query, key_cache, value_cache, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def plan_paged_attention(
+    key_cache: Float[Tensor, "N P G D"],
+    value_cache: Float[Tensor, "N P G Dv"],
+    block_tables: Int[Tensor, "B M"] | Sequence[Sequence[int]],
+    context_lens: Int[Tensor, " B"] | Sequence[int],
+    *,
+    query_lens: Int[Tensor, " B"] | Sequence[int] | None = None,
+    window: int | None = None,
+    backend: AttentionBackend | None = None,
+) -> PagedPlan:
+    """What `paged_attention` works out of tables and lengths: once per step, for all layers of one shape.
+
+    Tables and lengths on a GPU are read back here, and nothing is in `PagedPlan.attend`. Arguments and errors are those
+    of `paged_attention`; the caches are those of any of the layers.
+    """
     slots = _Slots.of(key_cache, value_cache)
-    _check_heads(query, slots, sinks)
     if window is not None and not 1 <= window <= MAX_CONTEXT:
         raise InvalidConfig(f"window must be between 1 and {MAX_CONTEXT} tokens, got {window!r:.80}; None: no window")
     contexts = _numbers("context_lens", context_lens)
     counts = [1] * len(contexts) if query_lens is None else _numbers("query_lens", query_lens)
     tables = [_listed(table) for table in _listed(block_tables)]
-    _check_sequences(query.shape[0], tables, contexts, counts, slots)
+    _check_sequences(tables, contexts, counts, slots)
     firsts = [0, *accumulate(counts)]
     readers = Counter(
         block_id
@@ -91,29 +111,67 @@ def paged_attention(
             for table, context, count in zip(tables, contexts, counts, strict=True)
             for token in range(context - count, context)
         ],
-        device=query.device,
+        device=slots.key.device,
     )
-    layer = LayerSpec(
-        source_layer=0,
-        num_kv_heads=slots.key.shape[1],
-        key_dim=query.shape[2],
-        value_dim=slots.value.shape[2],
-        index=0,
-        num_query_heads=query.shape[1],
-        mask=MaskSpec() if window is None else MaskSpec("window", window),
-    )
-    call = AttentionCall(
-        layer_index=0,
-        query=query,
-        key=slots.key[newest],
-        value=slots.value[newest],
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=sinks,
-        module=nn.Identity(),
-    )
-    attend = StepAttention([layer], {"request": slots}, groups, (), backend or _backend(query.dtype, query.device))
-    return attend(call)
+    mask = MaskSpec() if window is None else MaskSpec("window", window)
+    return PagedPlan(slots, groups, newest, mask, backend or _backend(slots.key.dtype, slots.key.device))
+
+
+class PagedPlan:
+    """The reads of the queries of one step, for layers whose caches have one shape and layout."""
+
+    def __init__(
+        self, slots: _Slots, groups: Sequence[RowGroup], newest: Tensor, mask: MaskSpec, backend: AttentionBackend
+    ) -> None:
+        self._shape = slots.num_blocks, slots.block_size, slots.block_stride
+        self._newest = newest
+        self._mask = mask
+        self._backend = backend
+        plan = plan_reads(groups, mask, newest.device)
+        reader = backend.plan_reader(plan) if isinstance(backend, LayerBackend) else None
+        self._reads = {mask: PreparedReads(plan, reader, {})}
+
+    def attend(
+        self,
+        query: Float[Tensor, "T H D"],
+        key_cache: Float[Tensor, "N P G D"],
+        value_cache: Float[Tensor, "N P G Dv"],
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: Float[Tensor, " H"] | None = None,
+    ) -> Float[Tensor, "T H Dv"]:
+        """Attention of one layer; see `paged_attention`. Waits for no device."""
+        slots = _Slots.of(key_cache, value_cache)
+        shape = slots.num_blocks, slots.block_size, slots.block_stride
+        if shape != self._shape:
+            raise InvalidConfig(
+                f"the plan is for {self._shape[0]} blocks of {self._shape[1]} slots, {self._shape[2]} apart, and the "
+                f"cache has {shape[0]} of {shape[1]}, {shape[2]} apart; plan for caches of this shape"
+            )
+        _check_heads(query, slots, sinks)
+        if len(query) != len(self._newest):
+            raise InvalidConfig(f"query has {len(query)} rows, but the sequences have {len(self._newest)} (query_lens)")
+        layer = LayerSpec(
+            source_layer=0,
+            num_kv_heads=slots.key.shape[1],
+            key_dim=query.shape[2],
+            value_dim=slots.value.shape[2],
+            index=0,
+            num_query_heads=query.shape[1],
+            mask=self._mask,
+        )
+        call = AttentionCall(
+            layer_index=0,
+            query=query,
+            key=slots.key[self._newest],
+            value=slots.value[self._newest],
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sinks=sinks,
+            module=nn.Identity(),
+        )
+        return StepAttention([layer], {"request": slots}, (), (), self._backend, prepared=self._reads)(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +274,13 @@ def _numbers(name: str, given: Tensor | Sequence[int]) -> list[int]:
 
 
 def _check_sequences(
-    num_rows: int, tables: Sequence[Sequence[int]], contexts: Sequence[int], counts: Sequence[int], slots: _Slots
+    tables: Sequence[Sequence[int]], contexts: Sequence[int], counts: Sequence[int], slots: _Slots
 ) -> None:
     if not len(tables) == len(contexts) == len(counts):
         raise InvalidConfig(
             f"there are {len(tables)} block_tables, {len(contexts)} context_lens and {len(counts)} query_lens; give "
             "one of each for every sequence"
         )
-    if sum(counts) != num_rows:
-        raise InvalidConfig(f"query has {num_rows} rows, but the sequences have {sum(counts)} (query_lens)")
     for number, (table, context, count) in enumerate(zip(tables, contexts, counts, strict=True)):
         if count > context:
             raise InvalidConfig(

@@ -112,7 +112,8 @@ class PreparedReads:
     """The reads of a step for one kind of mask, planned before the step, and its tables for each rotation."""
 
     plan: ReadPlan
-    reader: PlanReader
+    reader: PlanReader | None
+    """Of a backend that takes a whole layer; None: made when it is needed."""
     tables: Mapping[Rotation, RotationTables]
 
 
@@ -142,7 +143,7 @@ class StepAttention:
         self._table_cache = TableCache() if table_cache is None else table_cache
         ready = prepared or {}
         self._plans = {mask: reads.plan for mask, reads in ready.items()}
-        self._readers = {mask: reads.reader for mask, reads in ready.items()}
+        self._readers = {mask: reads.reader for mask, reads in ready.items() if reads.reader is not None}
         self._tables = {(mask, turn): tables for mask, reads in ready.items() for turn, tables in reads.tables.items()}
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
