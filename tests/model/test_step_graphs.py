@@ -126,6 +126,7 @@ def test_a_plan_that_grows_is_that_of_the_next_step(data, walk):
         for grown, anew in planned(model, engine.runner.storages, steps):
             assert grown.shape == anew.shape
             assert all(map(np.array_equal, grown.parts, anew.parts))
+            assert (grown.parts[2] < 0).sum() == grown.shape.num_rows - len(grown.spans), "nothing more is stored"
 
 
 def failing(function):
