@@ -111,7 +111,7 @@ class EngineConfig:
     )
     enforce_eager: bool = _engine(
         False,
-        help="On a GPU, launch the kernels of decode steps one by one instead of replaying CUDA graphs.",
+        help="On a GPU, launch the kernels of small steps one by one instead of replaying CUDA graphs.",
     )
     num_threads: int | None = _engine(
         None,

@@ -132,7 +132,7 @@ class Runner:
             for pool, count in num_blocks.items()
         }
         self.graphs: StepGraphs | None = None
-        """What replays steps that only decode, where there is one."""
+        """What replays steps of few rows, where there is one."""
         self._table_cache = TableCache()
 
     @property

@@ -1,4 +1,4 @@
-"""Step graphs: decode steps, one token of each sequence, replayed as CUDA graphs.
+"""Step graphs: steps of few rows, of answers and questions, replayed as CUDA graphs.
 
 A graph is captured for a *shape*: rows, runs, programs and partial results, each rounded up. What a step computes is
 whole numbers in one buffer, whose address the graph knows; rows beyond the step read nothing and are stored nowhere.
@@ -14,6 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,10 @@ logger = logging.getLogger("kvmosaic.engine")
 MAX_ROWS = 512
 """Max rows of a step that is replayed: the launches of more rows take less time than their work."""
 MAX_GRAPHS = 64
+MAX_REFUSED = 3
+"""Shapes whose capture fails, until no other is tried."""
+MAX_PARTIAL_BYTES = 2**27
+"""Max bytes of partial results of a layer: graphs keep the memory that they take."""
 MAX_DISTANCES = 4_096
 """Max distances whose rotations are kept on the device, 1 kB each for heads of 128 numbers."""
 _LEAST_ROOM = 16
@@ -88,9 +93,11 @@ class StepGraphs:
                 kinds.append(kind)
             if layer.rotation is not None and layer.rotation not in turns:
                 turns.append(layer.rotation)
+        self._row_bytes = max(4 * layer.num_query_heads * layer.value_dim for layer in model.layers)
         self._places: dict[int, int] = {}
         """Of each distance, its row in the tables."""
         self._tables: dict[Rotation, RotationTables] = {}
+        self._refused: set[StepShape] = set()
         self._steps: OrderedDict[StepShape, _CapturedStep | None] = OrderedDict()
         self._planned: _PlannedStep | None = None
 
@@ -102,15 +109,18 @@ class StepGraphs:
     def run(self, spans: Sequence[SpanRows]) -> Tensor | None:
         """[R, V] logits in the model's dtype, valid until the next run; None if the step is not replayed.
 
-        It is not if it has other rows than one of each sequence, and when its shape occurs for the first time.
+        It is not if it has many rows, rows of documents, of a repair or of an adapter, or no logits; and when its shape
+        occurs for the first time.
         """
-        if self.problem or len(spans) > MAX_ROWS or not all(map(_decodes, spans)):
+        num_logits = sum(span.num_logits for span in spans)
+        if self.problem or not num_logits or sum(len(span.token_ids) for span in spans) > MAX_ROWS:
+            return None
+        if not all(map(_is_ordinary, spans)):
             return None
         if self._planned is None or not self._planned.grow(spans):
             self._planned = self._plan(spans)
-        if self._planned is None:
+        if self._planned is None or (shape := self._planned.shape) in self._refused:
             return None
-        shape = self._planned.shape
         if shape not in self._steps:
             self._steps[shape] = None
             if len(self._steps) > MAX_GRAPHS:
@@ -124,14 +134,18 @@ class StepGraphs:
             step.load(self._planned.parts)
             logits = step.compute(self._forward, self._capture)
         except Exception as error:
-            # a forward that waits for the device, say: what cannot be captured runs launch by launch
+            # a forward that waits for the device, say, or has no memory left: it runs launch by launch
             cause = error.__context__ or error
-            self.problem = f"{type(cause).__name__}: {cause}"
-            logger.warning("decode steps are not replayed as CUDA graphs: %.500s", self.problem)
-            self.clear()
+            problem = f"{type(cause).__name__}: {cause}"
+            logger.warning("steps of %d rows are not replayed as CUDA graphs: %.500s", shape.num_rows, problem)
+            self._refused.add(shape)
+            del self._steps[shape]
+            if len(self._refused) == MAX_REFUSED:
+                self.problem = problem
+                self.clear()
             return None
         self.num_replays += 1
-        return logits[: len(spans)]
+        return logits[:num_logits]
 
     def _keep(self, distances: Sequence[int]) -> bool:
         """Puts rotations by new distances into the tables; False if there are too many of them."""
@@ -156,22 +170,27 @@ class StepGraphs:
         return True
 
     def _plan(self, spans: Sequence[SpanRows]) -> _PlannedStep | None:
-        """The whole numbers of a step; None if it needs masks or weights.
+        """The whole numbers of a step; None if it needs masks or weights, or much memory.
 
-        Tokens, positions, slots; then of every mask the rows and distances of its stacked queries, and the work lists
-        of its kinds of heads.
+        Tokens, positions, slots, rows of logits; then of every mask the rows and distances of its stacked queries, and
+        the work lists of its kinds of heads.
         """
-        groups = [RowGroup(row, 1, span.position, span.reads, True) for row, span in enumerate(spans)]
+        firsts = [0, *accumulate(len(span.token_ids) for span in spans)]
+        groups = [
+            RowGroup(first, len(span.token_ids), span.position, span.reads, span.reads_itself)
+            for first, span in zip(firsts, spans, strict=False)
+        ]
         plans = {mask: plan_reads(groups, mask, _CPU) for mask in self._kinds}
         if any(plan.weights or any(call.mask is not None for call in plan.calls) for plan in plans.values()):
             return None
         if not self._keep([distance for plan in plans.values() for distance in plan.distances.tolist()]):
             return None
-        num_rows = rounded(len(spans))
+        num_rows = rounded(firsts[-1])
         parts = _of_rows(spans, num_rows)
-        rooms = [num_rows] * len(parts)
+        rooms = [num_rows, num_rows, num_rows, rounded(len(parts[3]))]
         tails: list[tuple[int, Numbers]] = []
-        num_left = _room_in_walks(plans[FULL]) if [*plans] == [FULL] else 0
+        is_growing = [*plans] == [FULL] and all(span.reads_itself for span in spans)
+        num_left = _room_in_walks(plans[FULL]) if is_growing else 0
         for mask, plan in plans.items():
             places = [self._places[distance] for distance in plan.distances.tolist()]
             parts += [np.array(part, dtype=np.int64) for part in (plan.row_numbers, places)]
@@ -180,6 +199,8 @@ class StepGraphs:
                 segments, units, partial_slots, starts = list_arrays(replace(plan, num_rows=num_rows), *kind)
                 if num_left:
                     tails.append((len(parts), _tails(segments, spans)))
+                if room_for(len(partial_slots)) * self._row_bytes > MAX_PARTIAL_BYTES:
+                    return None
                 tables = [segments, *(units.get(height, _NO_UNITS) for height in TILE_HEIGHTS)]
                 parts += [*(table.reshape(-1) for table in tables), partial_slots, starts]
                 rooms += [room_for(len(table)) * table.shape[1] for table in tables]
@@ -189,9 +210,12 @@ class StepGraphs:
 
     def _forward(self, shape: StepShape, parts: Sequence[Tensor]) -> Tensor:
         """[R, V] logits of the step whose numbers are in the parts of a buffer."""
-        tokens, positions, slots, *rest = parts
+        tokens, positions, slots, rows, *rest = parts
         left = iter(rest)
-        whole = tuple(Call(0, 0, pool, 0, storage.num_slots) for pool, storage in self._storages.items())
+        whole = (
+            Call(0, 0, None, 0, shape.num_rows),
+            *(Call(0, 0, pool, 0, storage.num_slots) for pool, storage in self._storages.items()),
+        )
         prepared: dict[MaskSpec, PreparedReads] = {}
         for (mask, kinds), is_moved in zip(self._kinds.items(), shape.moved, strict=True):
             stacked, places = next(left), next(left)
@@ -206,7 +230,6 @@ class StepGraphs:
             tables = {turn: replace(all_, cos=all_.cos[places], sin=all_.sin[places]) for turn, all_ in kept.items()}
             prepared[mask] = PreparedReads(plan, _KernelReader(plan, works), tables)
         attention = _StoringAttention(self._model.layers, self._storages, slots, self._backend, prepared)
-        rows = torch.arange(shape.num_rows, device=slots.device)
         logits = self._model.forward(tokens, positions, rows, attention)
         if attention.num_calls != len(self._model.layers):
             raise ModelError(f"our attention was called in {attention.num_calls} of {len(self._model.layers)} layers")
@@ -231,7 +254,7 @@ class _PlannedStep:
             return False
         self.num_left -= 1
         self.spans = spans
-        self.parts[:3] = _of_rows(spans, self.shape.num_rows)
+        self.parts[:4] = _of_rows(spans, self.shape.num_rows)
         for part, places in self.tails:
             self.parts[part][places] += 1
         return True
@@ -289,7 +312,7 @@ class GraphCapture:
 
 
 class _StoringAttention(StepAttention):
-    """Attention of one row per sequence, whose keys and values are stored in one launch."""
+    """Step attention whose keys and values are stored in one launch."""
 
     def __init__(
         self,
@@ -332,15 +355,9 @@ class _KernelReader(TritonReader):
         return result
 
 
-def _decodes(span: SpanRows) -> bool:
-    """Whether rows are one token of an answer, computed by the base model, without an observer."""
-    return (
-        span.reads_itself
-        and span.num_logits == 1
-        and span.pool == "request"
-        and not span.adapter
-        and span.rules == ORDINARY_ROWS
-    )
+def _is_ordinary(span: SpanRows) -> bool:
+    """Whether rows are of a prompt or an answer, computed by the base model, without an observer."""
+    return span.pool == "request" and not span.adapter and span.rules == ORDINARY_ROWS
 
 
 def _is_next(before: SpanRows, span: SpanRows) -> bool:
@@ -350,11 +367,16 @@ def _is_next(before: SpanRows, span: SpanRows) -> bool:
 
 
 def _of_rows(spans: Sequence[SpanRows], num_rows: int) -> list[Numbers]:
-    """Tokens, positions and slots; zeros and no slot beyond them."""
-    rows = np.array([(span.token_ids[0], span.position, span.slots[0]) for span in spans], dtype=np.int64).T
+    """Tokens, positions, slots and rows of logits; zeros and no slot beyond them."""
     filled = np.array([[0], [0], [-1]]).repeat(num_rows, 1)
-    filled[:, : len(spans)] = rows
-    return [*filled]
+    logits: list[int] = []
+    first = 0
+    for span in spans:
+        last = first + len(span.token_ids)
+        filled[:, first:last] = (span.token_ids, range(span.position, span.position + last - first), span.slots)
+        logits.extend(range(last - span.num_logits, last))
+        first = last
+    return [*filled, np.array(logits, dtype=np.int64)]
 
 
 def _tails(segments: Numbers, spans: Sequence[SpanRows]) -> Numbers:
@@ -376,10 +398,9 @@ def _room_in_walks(plan: ReadPlan) -> int:
 
 
 def rounded(count: int) -> int:
-    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, …: four from one power of two to the next."""
-    bits = (count - 1).bit_length()
-    step = 1 << max(0, bits - 3)
-    return 1 << bits if count <= 4 else -(-count // step) * step
+    """The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, …: reading the weights takes longer than rows that are not needed."""
+    power = 1 << (count - 1).bit_length()
+    return power // 4 * 3 if count > 8 and count <= power // 4 * 3 else power
 
 
 def room_for(count: int) -> int:
