@@ -564,8 +564,8 @@ def test_settings_have_their_names_as_keywords_and_other_names_are_told(model):
         assert (llm.chunk_cache_config.chunk_separator, llm.tier_config.chunk_codec) == ("##", "int8")
         assert llm.engine_config == replace(SMALL, max_num_seqs=3)
     for name, told in (
-        ("chunk_cache_gpu_memory_utilization", "here it is 'chunk_cache_fraction'"),
-        ("enable_chunk_aware", "here it is 'enable_chunk_cache'"),
+        ("chunk_cache_gpu_memory_utilization", "did you mean 'chunk_cache_fraction'"),
+        ("enable_chunk_aware", "did you mean 'enable_chunk_cache'"),
         ("max_chunk_token", "did you mean 'max_chunk_tokens'?"),
         ("colour", "LLM has no setting 'colour'$"),
     ):
