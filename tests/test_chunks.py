@@ -68,7 +68,7 @@ def test_chunks_of_another_salt_are_not_found() -> None:
 def test_evicted_chunk_is_loaded_from_a_tier_when_it_is_woken(tmp_path: Path) -> None:
     with open_llm(f"disk:{tmp_path}?quota=1GiB") as llm:
         llm.warm(DOCUMENTS)
-        llm.evict("ferry")
+        llm.chunks.evict("ferry")
         assert list(llm.chunks) == ["mill"]
         (handle,) = llm.chunks.wake("ferry")
         assert handle.name == "ferry" and "ferry" in llm.chunks
@@ -80,7 +80,7 @@ def test_evicted_chunk_is_loaded_from_a_tier_when_it_is_woken(tmp_path: Path) ->
 def test_evicted_chunk_is_computed_again_without_tiers() -> None:
     with open_llm() as llm:
         llm.warm(DOCUMENTS)
-        llm.evict("ferry")
+        llm.chunks.evict("ferry")
         assert not llm.chunks.wake("ferry")[0].was_cached
         assert llm.chunks.wake("ferry")[0].was_cached, "it is there already"
 
@@ -88,20 +88,20 @@ def test_evicted_chunk_is_computed_again_without_tiers() -> None:
 def test_pinned_chunk_is_not_evicted_by_name() -> None:
     with open_llm() as llm:
         llm.warm(DOCUMENTS)
-        llm.pin("ferry")
+        llm.chunks.pin("ferry")
         with pytest.raises(ChunkInUse, match="'ferry' is pinned; unpin it first"):
-            llm.evict("ferry")
-        llm.unpin("ferry")
-        llm.evict("ferry")
+            llm.chunks.evict("ferry")
+        llm.chunks.unpin("ferry")
+        llm.chunks.evict("ferry")
         with pytest.raises(UnknownChunk):
-            llm.evict("ferry")
+            llm.chunks.evict("ferry")
 
 
 def test_clear_deletes_chunks_from_the_tiers_as_well(tmp_path: Path) -> None:
     with open_llm(f"disk:{tmp_path}?quota=1GiB") as llm:
         llm.warm(DOCUMENTS)
-        llm.pin("mill")
-        llm.evict("ferry")
+        llm.chunks.pin("mill")
+        llm.chunks.evict("ferry")
         assert llm.chunks.clear() == 1
         assert list(llm.chunks) == []
         with pytest.raises(UnknownChunk):

@@ -235,15 +235,15 @@ def test_pinned_documents_stay_and_deleted_ones_go(model):
     capacity = 12 * 16 * model.bytes_per_token()
     with make(model, chunk_cache_size=capacity) as llm:
         llm.warm([{"id": "kept", "text": "The ferry goes to Oak Island."}])
-        llm.pin("kept")
+        llm.chunks.pin("kept")
         for number in range(12):
             llm.warm([{"id": f"other {number}", "text": f"Mill number {number} grinds oats all day long."}])
         names = [name for chunk in llm.chunks.entries() for name in chunk.names]
         assert "kept" in names and llm.get_chunk_cache_stats().evictions > 0
-        llm.unpin("kept")
-        llm.delete("kept")
+        llm.chunks.unpin("kept")
+        llm.chunks.delete("kept")
         with pytest.raises(UnknownChunk, match="kept"):
-            llm.delete("kept")
+            llm.chunks.delete("kept")
 
 
 def test_a_plan_changes_nothing_and_can_be_printed(llm):
@@ -331,14 +331,14 @@ BAD_CALLS = {
     "message without role": (lambda llm: llm.chat([{"content": "hello"}], GREEDY), InvalidMessages),
     "document without text": (lambda llm: llm.chat(MESSAGES, GREEDY, documents=[{"id": "x"}]), InvalidDocument),
     "bad sampling": (lambda llm: llm.generate(TEXT, SamplingParams(temperature=-1)), InvalidSampling),
-    "unknown pin": (lambda llm: llm.pin("nobody"), UnknownChunk),
+    "unknown pin": (lambda llm: llm.chunks.pin("nobody"), UnknownChunk),
     "empty prompt": (lambda llm: llm.generate("  ", GREEDY), EmptySegment),
     "number as prompt": (lambda llm: llm.generate(5, GREEDY), InvalidPrompt),
     "nothing as prompt": (lambda llm: llm.generate([None], GREEDY), InvalidPrompt),
     "mapping without prompt": (lambda llm: llm.generate({"text": "x"}, GREEDY), InvalidPrompt),
     "mapping as parameters": (lambda llm: llm.generate(TEXT, {"temperature": 0}), InvalidSampling),
     "one document to warm": (lambda llm: llm.warm({"text": "x"}), InvalidDocument),
-    "pin of nothing": (lambda llm: llm.pin(None), UnknownChunk),
+    "pin of nothing": (lambda llm: llm.chunks.pin(None), UnknownChunk),
     "offset missing": (lambda llm: llm.generate(TEXT, GREEDY, position_strategy="absolute"), InvalidOffset),
     "unknown context": (lambda llm: llm.generate(TEXT, GREEDY, chunk_context="all"), InvalidConfig),
     "sees a later chunk": (
@@ -450,14 +450,14 @@ def test_a_handle_is_made_of_tensors_and_arrays_of_token_ids(llm, of_ids):
 def test_tenants_warm_pin_and_delete_their_own_documents(llm):
     llm.warm(DOCUMENTS, system="Be brief.", salt="a")
     with pytest.raises(UnknownChunk):
-        llm.pin("ferry")
-    llm.pin("ferry", salt="a")
+        llm.chunks.pin("ferry")
+    llm.chunks.pin("ferry", salt="a")
     (output,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS, salt="a")
     assert actions(output)[1:3] == ["reused", "reused"]
     (other,) = llm.chat(MESSAGES, GREEDY, documents=DOCUMENTS)
     assert other.reuse.reused_tokens == 0
-    llm.unpin("ferry", salt="a")
-    llm.delete("ferry", salt="a")
+    llm.chunks.unpin("ferry", salt="a")
+    llm.chunks.delete("ferry", salt="a")
 
 
 def test_more_documents_than_one_prompt_may_have_can_be_warmed(model):
@@ -564,8 +564,8 @@ def test_settings_have_their_names_as_keywords_and_other_names_are_told(model):
         assert (llm.chunk_cache_config.chunk_separator, llm.tier_config.chunk_codec) == ("##", "int8")
         assert llm.engine_config == replace(SMALL, max_num_seqs=3)
     for name, told in (
-        ("chunk_cache_gpu_memory_utilization", "here it is 'chunk_cache_fraction'"),
-        ("enable_chunk_aware", "here it is 'enable_chunk_cache'"),
+        ("chunk_cache_gpu_memory_utilization", "did you mean 'chunk_cache_fraction'"),
+        ("enable_chunk_aware", "did you mean 'enable_chunk_cache'"),
         ("max_chunk_token", "did you mean 'max_chunk_tokens'?"),
         ("colour", "LLM has no setting 'colour'$"),
     ):

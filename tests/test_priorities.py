@@ -87,7 +87,7 @@ def test_priorities_reach_chunks_without_a_template_warmed_by_hand_and_by_name(l
     assert cached(llm) == {"ferry": 0.8}
     llm.warm([document("mill", 0.2)])
     assert cached(llm) == {"ferry": 0.8, "mill": 0.2}
-    llm.set_priority("ferry", 0.1)
+    llm.chunks.set_priority("ferry", 0.1)
     assert cached(llm)["ferry"] == 0.1
     handle = llm.chunks.create("The ferry is here.", name="ferry", priority=1)
     assert cached(llm)["ferry"] == 1
@@ -125,9 +125,9 @@ def test_a_priority_that_no_document_can_have_is_refused(llm, priority):
             make()
     llm.chat(QUESTION, GREEDY, documents=[document("ferry")])
     with pytest.raises(InvalidConfig, match="between 0 and 1"):
-        llm.set_priority("ferry", priority)
+        llm.chunks.set_priority("ferry", priority)
     with pytest.raises(UnknownChunk):
-        llm.set_priority("mill", 0.5)
+        llm.chunks.set_priority("mill", 0.5)
 
 
 def test_with_the_policy_priority_answers_of_high_priority_stay_cached_longer() -> None:

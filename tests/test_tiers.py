@@ -174,7 +174,7 @@ def test_deleted_documents_are_gone_from_the_disk(tmp_path) -> None:
         ask(llm)
         assert llm.engine.offloader.tiered_store.flush(10)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 6
-        llm.delete("ferry 2")
+        llm.chunks.delete("ferry 2")
         assert llm.engine.offloader.tiered_store.flush(10)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 5
 

@@ -217,7 +217,14 @@ class ChunkStore:
         return self._engine.kv_cache.unpin(name, salt, tenant)
 
     def set_priority(self, name: str, priority: float, *, salt: str = "", tenant: str = "") -> int:
-        """Sets the eviction priority of the chunks with this name, 0 to 1; returns how many. Raises UnknownChunk."""
+        """Sets the eviction priority of the chunks with this name that are cached now, from 0 to 1; returns how many.
+
+        For the policy "priority"; initially 0.5. A document's field `priority` also applies to later ones.
+
+        Raises:
+            UnknownChunk: no cached chunk has this name.
+            InvalidConfig: a priority outside its range.
+        """
         return self._engine.kv_cache.set_priority(name, priority, salt, tenant)
 
     def delete(self, name: str, *, salt: str = "", tenant: str = "") -> int:

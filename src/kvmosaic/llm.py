@@ -543,58 +543,6 @@ class LLM:
         layout = placed.layout if placed.repair is None or placed.repair.is_full else placed.repair.layout
         return replace(self.engine.kv_cache.plan(layout, encoded.salt, encoded.tenant), remark=placed.remark)
 
-    def pin(self, name: str, *, salt: str = "") -> None:
-        """Protects the chunks with this name from eviction.
-
-        Raises:
-            UnknownChunk: no cached chunk has this name.
-        """
-        self.chunks.pin(name, salt=salt)
-
-    def unpin(self, name: str, *, salt: str = "") -> None:
-        """Lets the chunks with this name be evicted again.
-
-        Raises:
-            UnknownChunk: no cached chunk has this name.
-        """
-        self.chunks.unpin(name, salt=salt)
-
-    def set_priority(self, name: str, priority: float, *, salt: str = "") -> None:
-        """Sets the priority of the chunks with this name, for the eviction policy "priority".
-
-        It applies to the chunks that are cached now; a document's field `priority` also applies to later ones.
-
-        Args:
-            name: the id or title of a document.
-            priority: from 0, evicted first, to 1, evicted last; initially 0.5.
-            salt: tenant salt of the prompts that used it.
-
-        Raises:
-            UnknownChunk: no cached chunk has this name.
-            InvalidConfig: a priority outside its range.
-        """
-        self.chunks.set_priority(name, priority, salt=salt)
-
-    def delete(self, name: str, *, salt: str = "") -> None:
-        """Deletes the chunks with this name.
-
-        Raises:
-            UnknownChunk: no cached chunk has this name.
-            ChunkInUse: a running request reads one of them.
-        """
-        self.chunks.delete(name, salt=salt)
-
-    def evict(self, name: str, *, salt: str = "") -> None:
-        """Evicts the chunks with this name from the device, into the tiers if there are any.
-
-        `llm.chunks.wake(name)` brings them back, as does their next use.
-
-        Raises:
-            UnknownChunk: no cached chunk has this name.
-            ChunkInUse: a running request uses one of them, or one is pinned.
-        """
-        self.chunks.evict(name, salt=salt)
-
     def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.console import folder as folders
-from kvmosaic.console.folder import read_folder
+from kvmosaic.console.folder import find_documents, read_folder
 from kvmosaic.errors import InvalidDocument
 
 
@@ -57,3 +57,14 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch, pytest.raises(InvalidDocument, match=message):
             patch.setattr(folders, limit, value)
             read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", [None, "**/*.txt"])
+def test_links_that_lead_out_of_the_folder_are_left_out(tmp_path: Path, pattern: str | None) -> None:
+    outside, folder = tmp_path / "outside.txt", tmp_path / "folder"
+    folder.mkdir()
+    for path in (outside, folder / "own.txt"):
+        path.write_text("a text")
+    (folder / "out.txt").symlink_to(outside)
+    (folder / "in.txt").symlink_to(folder / "own.txt")
+    assert set(find_documents(folder, pattern)) == {"own", "in"}

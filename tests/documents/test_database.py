@@ -498,13 +498,17 @@ def test_deleted_text_is_not_left_in_the_file(tmp_path: Path) -> None:
     assert b"secret recipe" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_lines_with_the_same_id_are_read_once_each(tmp_path: Path) -> None:
+def test_of_lines_with_the_same_id_the_last_that_can_be_stored_is_written(tmp_path: Path) -> None:
     drafts = [("same", DocumentDraft(f"text {number}")) for number in range(500)]
     others = [(f"other {number}", DocumentDraft(f"text {number}")) for number in range(500)]
     with closing(DocumentStore(tmp_path)) as store:
         store.put_many(TENANT, others)
         rows = _count_read_rows(store, lambda: store.put_many(TENANT, [*drafts[:250], *others[:250]]))
-        assert store.get(TENANT, "same").version == 250 and text_of(store, "same") == "text 249"
+        assert store.get(TENANT, "same").version == 1 and text_of(store, "same") == "text 249"
+        store.limits = StoreLimits(max_characters=9)
+        done = store.put_many(TENANT, [*drafts[:2], ("same", DocumentDraft("x" * 10))])
+        assert [isinstance(each, KVMosaicError) for each in done] == [False, False, True]
+        assert store.get(TENANT, "same").version == 2 and text_of(store, "same") == "text 1"
         store.check_invariants()
     assert rows < 20_000
 

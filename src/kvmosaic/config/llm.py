@@ -268,8 +268,8 @@ def with_settings(settings: Mapping[str, Any], *configs: Any) -> tuple[Any, ...]
     for name in settings:
         if not any(name in each for each in known):
             nearest = get_close_matches(name, [other for each in known for other in each], 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            hint = f"; here it is {_OTHER_NAMES[name]!r}" if name in _OTHER_NAMES else hint
+            ours = _OTHER_NAMES.get(name) or next(iter(nearest), None)
+            hint = f"; did you mean {ours!r}?" if ours else ""
             raise TypeError(f"LLM has no setting {name!r:.80}{hint}")
     given = ({name: value for name, value in settings.items() if name in each} for each in known)
     return tuple(replace(config, **each) if each else config for config, each in zip(configs, given, strict=True))

@@ -103,6 +103,8 @@ def _matching(folder: Path, pattern: str | None) -> Iterator[Path]:
             found = list(folder.glob(pattern))
         except (ValueError, NotImplementedError) as error:
             raise InvalidDocument(f"{pattern!r:.100} is no pattern of files: {error}") from error
-    for path in found:
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts):
+    inside = folder.resolve()
+    for path in found:  # a link must not lead out of the folder
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.resolve().is_relative_to(inside):
             yield path

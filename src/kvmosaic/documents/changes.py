@@ -65,21 +65,10 @@ class TenantChanges:
     def read(self, ids: Sequence[str]) -> None:
         """Reads what is stored under these ids, so that `put` finds it; forgets what it has read before."""
         self._insert_added()
-        self._known, self._deleted = self._stored(ids)
-
-    def read_again(self, document_id: str) -> None:
-        """Reads an id that was put since it was read, so that it can be put once more."""
-        self._insert_added()
-        known, deleted = self._stored([document_id])
-        self._deleted.pop(document_id, None)
-        self._known.update(known)
-        self._deleted.update(deleted)
-
-    def _stored(self, ids: Sequence[str]) -> tuple[dict[str, AnyRow], dict[str, AnyRow]]:
-        """The rows of documents and deleted documents with these ids, by id."""
         values = {"tenant": self._tenant, "now": self._now, "ids": list(ids)}
-        documents, deleted = (self._connection.execute(rows, values) for rows in (WHOLE_BY_ID, DELETED_BY_ID))
-        return {row.id: row for row in documents}, {row.id: row for row in deleted}
+        self._known, self._deleted = (
+            {row.id: row for row in self._connection.execute(rows, values)} for rows in (WHOLE_BY_ID, DELETED_BY_ID)
+        )
 
     def version(self, document_id: str) -> int | None:
         """The version under an id that was read; None: there is none."""
@@ -87,7 +76,7 @@ class TenantChanges:
         return None if row is None else row.version
 
     def put(self, document_id: str, draft: DocumentDraft) -> None:
-        """Creates or replaces a document whose id was read, at most once after each `read` or `read_again`.
+        """Creates or replaces a document whose id was read, at most once after each `read`.
 
         Raises:
             InvalidDocument, DocumentTooLarge, DocumentStoreFull: nothing was written.

@@ -9,6 +9,7 @@ clock       seconds that have passed for times to live; not moved by changes of 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -36,7 +37,6 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
-    TypeDecorator,
     create_engine,
     event,
     func,
@@ -69,26 +69,6 @@ _NETWORK_LIMITS = {"tcp_user_timeout": 30_000, "keepalives_idle": 30, "keepalive
 """Of connections to PostgreSQL: a machine that has vanished is noticed in half a minute, not a quarter of an hour."""
 _TABLES = MetaData()
 
-
-class _Metadata(TypeDecorator[Any]):
-    """JSON that hides no other row where it is damaged."""
-
-    impl, cache_ok = JSON, True
-
-    def result_processor(self, dialect: Any, coltype: Any) -> Callable[[Any], Any]:
-        """Reads a value."""
-        read = super().result_processor(dialect, coltype) or (lambda value: value)
-
-        def tolerant(value: Any) -> Any:
-            try:
-                found = read(value)
-            except ValueError:
-                found = None
-            return found if isinstance(found, dict) else {"damaged": "the metadata cannot be read; store it again"}
-
-        return tolerant
-
-
 DOCUMENTS = Table(
     "kvmosaic_documents",
     _TABLES,
@@ -98,7 +78,7 @@ DOCUMENTS = Table(
     Column("version", Integer, nullable=False),
     Column("change", BigInteger, nullable=False),
     Column("text_number", BigInteger, nullable=False),
-    Column("metadata", _Metadata, nullable=False),
+    Column("metadata", JSON, nullable=False),
     Column("created_at", Float(53), nullable=False),
     Column("updated_at", Float(53), nullable=False),
     Column("ttl_seconds", Integer),
@@ -403,7 +383,7 @@ def _url_of(place: Path | str) -> URL:
 def _open_sqlite(url: URL) -> Engine:
     options: dict[str, Any] = {} if url.database else {"poolclass": StaticPool}
     connect_args = {"timeout": _BUSY_SECONDS, "check_same_thread": False}
-    engine = create_engine(url, connect_args=connect_args, **options)
+    engine = create_engine(url, connect_args=connect_args, json_deserializer=_read_metadata, **options)
 
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, record: Any) -> None:
@@ -423,6 +403,14 @@ def _open_sqlite(url: URL) -> Engine:
         connection.exec_driver_sql("BEGIN" if seconds is None else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def _read_metadata(text: str) -> Any:
+    """Reads JSON; where it is damaged, it hides no other row."""
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        return {"damaged": "the metadata cannot be read; store it again"}
 
 
 def _lower(text: Any) -> Any:

@@ -205,25 +205,26 @@ class DocumentStore:
 
         Returns:
             For each the document, without its text, or why it was refused. Of those with the same id, the last one
-            counts.
+            that can be stored counts.
         """
         named = [(self._make_id() if document_id is None else document_id, draft) for document_id, draft in drafts]
         refused = dict[int, KVMosaicError]()
         stored = dict[str, StoredDocument]()
         with self._changes(tenant) as (changes, connection):
             for start in range(0, len(named), _BATCH):
-                names = [name for name, _ in named[start : start + _BATCH] if _is_storable(name)]
-                changes.read(list(dict.fromkeys(names)))
-                put = set[str]()
-                for index, (document_id, draft) in enumerate(named[start : start + _BATCH], start):
-                    try:
-                        check_id(document_id)
-                        if document_id in put:
-                            changes.read_again(document_id)
-                        put.add(document_id)
-                        changes.put(document_id, draft)
-                    except KVMosaicError as error:
-                        refused[index] = error
+                by_id = dict[str, list[int]]()
+                for index, (document_id, _) in enumerate(named[start : start + _BATCH], start):
+                    by_id.setdefault(document_id, []).append(index)
+                names = list(filter(_is_storable, by_id))
+                changes.read(names)
+                for document_id, indexes in by_id.items():
+                    for index in reversed(indexes):  # the last one that can be stored, and no other, is written
+                        try:
+                            check_id(document_id)
+                            changes.put(document_id, named[index][1])
+                            break
+                        except KVMosaicError as error:
+                            refused[index] = error
                 changes.finish()
                 stored |= self._by_id(connection, tenant, names, has_text=False)
         return [refused.get(index) or stored[name] for index, (name, _) in enumerate(named)]

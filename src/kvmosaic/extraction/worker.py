@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import zipfile
 from collections.abc import Callable
@@ -75,6 +77,7 @@ MAX_UNPACKED_BYTES = 2**26
 MAX_PAGES = 20_000
 MAX_RECURSION = 5_000
 """Enough for elements that are nested a thousand deep."""
+_PR_SET_PDEATHSIG = 1
 REFUSED = 3
 """Exit code: the reason is on standard output."""
 REFUSED_LIMITS = 4
@@ -189,6 +192,8 @@ def _limit() -> None:
             resource.setrlimit(kind, (limit if highest == resource.RLIM_INFINITY else min(limit, highest), highest))
     with suppress(AttributeError, OSError):
         os.nice(10)
+    with suppress(AttributeError, OSError):  # Linux: it ends with the server
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -304,6 +305,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _open(package: Package) -> ctypes.CDLL:
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # a file that makes it abort starts no debugger
     reason = "it has no library that can be opened on this system"
     for path in _candidates(package):
         try:

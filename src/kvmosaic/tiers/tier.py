@@ -238,14 +238,20 @@ class Notices:
 
     def warn(self, subject: Hashable, text: str) -> bool:
         """Logs a warning unless its subject had one within a minute; returns whether it was logged."""
+        if (left_out := self.count(subject)) is not None:
+            self._log.warning("%s%s", text, left_out)
+        return left_out is not None
+
+    def count(self, subject: Hashable) -> str | None:
+        """Counts an occurrence: None within a minute of the last one that was not, else those left out, in words."""
         with self._lock:
             now = self._clock()
             last, since = self._said.get(subject, (-math.inf, 0))
             is_due = now - last >= EVERY_SECONDS
             self._note(subject, (now, 0) if is_due else (last, since + 1))
-        if is_due:
-            self._log.warning("%s%s", text, f" ({since:,} times more in the last {now - last:,.0f} s)" if since else "")
-        return is_due
+        if not is_due:
+            return None
+        return f" ({since:,} times more in the last {now - last:,.0f} s)" if since else ""
 
     def warn_once(self, subject: Hashable, text: str) -> None:
         """Logs a warning about a subject that had none yet."""

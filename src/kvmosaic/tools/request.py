@@ -226,9 +226,8 @@ def _read_choice(choice: object, names: Sequence[str]) -> ToolChoice:
     given = choice if isinstance(choice, Mapping) else {}
     if given.get("type") == "allowed_tools":
         return _read_allowed(given.get("allowed_tools", given), names)
-    function = given.get("function") if given.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
+    name = name_of(given) if given.get("type") == "function" else ""
+    if not name:
         raise InvalidTools(
             'tool_choice must be "auto", "none", "required", {"type": "function", "function": {"name": ...}} or '
             '{"type": "allowed_tools", "mode": ..., "tools": [...]}'

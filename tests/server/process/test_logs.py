@@ -9,7 +9,8 @@ import httpx
 import pytest
 from support.server import RunningServer, ServeCommand, wait_until
 
-from kvmosaic.server.process.logs import FIELDS, JSONFormatter
+from kvmosaic.server.process.logs import FIELDS, JSONFormatter, OncePerMinute
+from kvmosaic.tiers.tier import Notices
 
 CHAT = "/v1/chat/completions"
 
@@ -98,6 +99,29 @@ def test_record_becomes_one_json_object_with_its_traceback() -> None:
     assert "\n" not in line and re.match(r"20\d\d-\d\d-\d\dT[\d:.]+\+00:00$", read["time"])
     assert (read["level"], read["logger"], read["message"]) == ("error", "kvmosaic", "request 7 failed")
     assert "ValueError: broken" in read["traceback"]
+
+
+def test_a_warning_is_repeated_once_a_minute_and_says_how_often_it_was_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, said, log = [0.0], [], logging.Logger("kvmosaic.test")
+    once = OncePerMinute()
+    monkeypatch.setattr(once, "_notices", Notices(log, clock=lambda: now[0]))
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(record.getMessage()))
+    handler.addFilter(once)
+    log.addHandler(handler)
+    for second in (0.0, 1.0, 59.0, 61.0):
+        now[0] = second
+        log.warning("entry %s is damaged", second)
+        log.error("a step failed", exc_info=ValueError("first"))
+        log.error("a step failed", exc_info=KeyError("second"))
+        log.info("fine")
+    assert said.count("fine") == 4
+    assert [each for each in said if each != "fine"] == [
+        "entry 0.0 is damaged", "a step failed", "a step failed",
+        *(f"{each} (2 times more in the last 61 s)" for each in ("entry 61.0 is damaged", *["a step failed"] * 2)),
+    ]  # fmt: skip
 
 
 def test_every_line_of_a_server_with_json_logs_is_json() -> None:

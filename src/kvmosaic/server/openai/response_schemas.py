@@ -149,7 +149,7 @@ class ResponseRequest(SharedFields):
             InvalidTools: tools that cannot be called, or a choice that does not go with them.
         """
         choice: Any = self.tool_choice
-        choice = choice if choice is None or isinstance(choice, str) else choice.plain()
+        choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
         return read_tool_request([tool.plain() for tool in self.tools or ()], choice, self.parallel_tool_calls)
 
     def warning(self) -> str:

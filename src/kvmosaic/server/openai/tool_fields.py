@@ -106,19 +106,11 @@ class FlatAllowed(AllowedTools):
 
     type: Literal["allowed_tools"]
 
-    def plain(self) -> dict[str, Any]:
-        """Returns the choice as `read_tool_request` reads it."""
-        return self.model_dump()
-
 
 class FlatChoice(NamedFunction):
     """A choice of one function, of /v1/responses."""
 
     type: Literal["function"]
-
-    def plain(self) -> dict[str, Any]:
-        """Returns the choice as `read_tool_request` reads it."""
-        return {"type": "function", "function": {"name": self.name}}
 
 
 FlatTools = Annotated[list[Annotated[FlatTool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]

@@ -7,6 +7,8 @@ import logging.config
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from kvmosaic.tiers.tier import Notices
+
 LogFormat = Literal["text", "json"]
 FIELDS = "fields"
 """Attribute of a log record: values by name, which a line of JSON has beside the message."""
@@ -32,12 +34,32 @@ class JSONFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class OncePerMinute(logging.Filter):
+    """Passes each warning and error once a minute, whatever its values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._notices = Notices(logging.getLogger("kvmosaic"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether a record is due."""
+        if record.levelno < logging.WARNING:
+            return True
+        told, error = str(record.msg), record.exc_info[1] if record.exc_info else None
+        told = record.getMessage() if told.startswith("%s") else told
+        left_out = self._notices.count((record.name, told, f"{error!r:.200}"))
+        if left_out:
+            record.msg, record.args = "%s%s", (record.getMessage(), left_out)
+        return left_out is not None
+
+
 def set_up_logs(level: str, log_format: LogFormat = "text") -> None:
     """Sends our messages and uvicorn's to standard error; "info" has a line per request, but none for probes."""
     number = _LEVELS.get(level) or logging.getLevelNamesMapping()[level.upper()]
     # uvicorn's start and stop messages would repeat ours
     quiet = max(number, logging.WARNING) if level == "info" else number
     handler: dict[str, Any] = {"class": "logging.StreamHandler", "formatter": log_format, "stream": "ext://sys.stderr"}
+    handler["filters"] = ["repeats"]
     logging.config.dictConfig(
         {
             "version": 1,
@@ -46,6 +68,7 @@ def set_up_logs(level: str, log_format: LogFormat = "text") -> None:
                 "text": {"format": "%(asctime)s %(levelname)s %(message)s"},
                 "json": {"()": JSONFormatter},
             },
+            "filters": {"repeats": {"()": OncePerMinute}},
             "handlers": {"stderr": handler},
             "loggers": {
                 name: {"handlers": ["stderr"], "level": chosen, "propagate": False}
