@@ -38,8 +38,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from kvmosaic.eval.case import Case
+from kvmosaic.eval.case_measurement import score_case
 from kvmosaic.eval.loaders import load
-from kvmosaic.eval.scores import score_case
 from kvmosaic.eval.tasks import Similar
 from kvmosaic.eval.text.recipes import MAX_RECORDS
 from kvmosaic.prompt import Document

@@ -32,9 +32,8 @@ from facts import RESULTS, save
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import accepted_tokens, prompt_of
+from kvmosaic.eval.case_measurement import accepted_tokens, contains_any, prompt_of
 from kvmosaic.eval.loaders import load_squad
-from kvmosaic.eval.scores import contains_any
 from kvmosaic.eval.tasks import Needle
 from kvmosaic.prompt import Document
 

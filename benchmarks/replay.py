@@ -28,9 +28,9 @@ from facts import RESULTS, commit, save
 from rich.progress import track
 
 from kvmosaic.cache import KVCache, Plan
-from kvmosaic.cache.document_order import in_best_order
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.console.text import markdown_table
+from kvmosaic.engine.placement import in_best_order
 from kvmosaic.errors import ChunkCacheFull, RequestTooLarge
 from kvmosaic.eviction import POLICIES
 from kvmosaic.layout import arrange

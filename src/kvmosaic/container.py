@@ -1,4 +1,4 @@
-"""Limits of the container, CPU time and memory, and the threads that a command computes with inside them.
+"""Limits: of the container, of threads of a command, and of CPU time for reading a request.
 
 Number and waiting policy of threads are read from environment variables when torch is imported, so that a command can
 choose them and a library must not. `EngineConfig.num_threads` changes the number later.
@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from kvmosaic.errors import TooMuchWork
 
 MAX_QUOTA_FILE_BYTES = 65_536
 _MAX_CORES = 65_536.0
@@ -156,3 +161,28 @@ def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[s
         is_idle = machine.load is not None and machine.all_cores - machine.load >= FREE_SHARE * machine.threads
         wanted |= {"GOMP_SPINCOUNT": str(SPINS)} if is_idle else {"OMP_WAIT_POLICY": "PASSIVE"}
     return wanted
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Makes `check_cpu` raise in this thread once it has used this much CPU time in this block."""
+    before = getattr(_of_thread, "limit", None)
+    _of_thread.limit = (time.thread_time() + seconds, seconds)
+    try:
+        yield
+    finally:
+        _of_thread.limit = before
+
+
+def check_cpu() -> None:
+    """Raises if the limit is exceeded; call it every few hundredths of a second. Does nothing without a limit.
+
+    Raises:
+        TooMuchWork: this thread has exceeded its limit.
+    """
+    limit = getattr(_of_thread, "limit", None)
+    if limit is not None and time.thread_time() > limit[0]:
+        raise TooMuchWork(f"reading this took more than {limit[1]:g} s of processor time; send less at once")

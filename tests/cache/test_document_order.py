@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.cache import KVCache
-from kvmosaic.cache.document_order import first_documents, in_best_order
 from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.engine.placement import first_documents, in_best_order
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Prompt

@@ -113,6 +113,7 @@ def _report() -> EvalReport:
     return EvalReport("own", "about", 0, machine, [], rows, ["A note."], 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is missing")
 def test_a_report_is_drawn_with_scores_and_without(tmp_path: Path) -> None:
     scored, path = _report(), tmp_path / "eval.png"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval import scores
+from kvmosaic.eval import case_measurement as scores
 from kvmosaic.eval.case import METRICS, Metric
 
 WORDS = st.sampled_from("the a red Red, green kettle. kettle's 17 17th of élan – AN".split())

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.scores import score_case
+from kvmosaic.eval.case_measurement import score_case
 from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
 from kvmosaic.eval.text.documents import Recipe, TextSource
 from kvmosaic.layout.arrangement import alike_companions, alike_pair

@@ -20,9 +20,8 @@ from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import prompt_of
+from kvmosaic.eval.case_measurement import prompt_of, score
 from kvmosaic.eval.measure import EvalModel
-from kvmosaic.eval.scores import score
 from kvmosaic.eval.tune import Tuning, tune
 from kvmosaic.eval.tuner import goal_of
 from kvmosaic.eval.variants import FULL, Variant, variants

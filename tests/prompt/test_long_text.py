@@ -13,7 +13,7 @@ from support.nasty import nasty_texts
 from support.server import loaded_reader
 from support.tokenizers import make_tokenizer
 
-from kvmosaic.cpu_limit import cpu_limit
+from kvmosaic.container import cpu_limit
 from kvmosaic.errors import TooMuchWork
 from kvmosaic.prompt.text_pieces import foreign
 from kvmosaic.prompt.tokenizer import PieceTokenizer, Tokens, tokenize_long

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from kvmosaic import errors
 from kvmosaic.api.fields import Reply
 from kvmosaic.api.validation_message import validation_message
-
-if TYPE_CHECKING:
-    from starlette.responses import JSONResponse
-
-
-from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from starlette.responses import JSONResponse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,27 +11,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
 from kvmosaic.capacity.model_facts import dtype_here, memory_here, read_gguf_facts
+from kvmosaic.capacity.plan import blocks_of
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.console.text import one_line, size_text
+from kvmosaic.console.model import memory_table
+from kvmosaic.console.options import ModelOptions, open_llm
+from kvmosaic.console.prompt_source import PromptSource
+from kvmosaic.console.reuse import MAX_ROWS, Badge, Strip, bars_of
+from kvmosaic.console.text import ends, one_line, shrinking, size_text
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.prompt import SegmentKind
 
 if TYPE_CHECKING:
     from kvmosaic.console.options import ModelOptions
     from kvmosaic.console.plan import DeviceOptions
 
-
-from contextlib import closing
-
-from kvmosaic.cache.plan import Plan, SpanPlan
-from kvmosaic.capacity.plan import blocks_of
-from kvmosaic.console.model import memory_table
-from kvmosaic.console.options import ModelOptions, open_llm
-from kvmosaic.console.prompt_source import PromptSource
-from kvmosaic.console.reuse import MAX_ROWS, Badge, Strip, bars_of
-from kvmosaic.console.text import ends, shrinking
-from kvmosaic.prompt import SegmentKind
 
 _MIB = 2**20
 _MAX_KINDS = 12

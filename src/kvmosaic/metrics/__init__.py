@@ -3,8 +3,7 @@
 from types import ModuleType
 
 from kvmosaic.metrics import own_names, vllm_names
-from kvmosaic.metrics.family import Family
-from kvmosaic.metrics.meters import Meters, Sample, SampleCollector, expose
+from kvmosaic.metrics.family import Family, Meters, Sample, SampleCollector, expose
 
 __all__ = ["Family", "Meters", "Sample", "SampleCollector", "catalogue", "expose", "own_names", "vllm_names"]
 

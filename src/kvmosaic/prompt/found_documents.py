@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvmosaic.cpu_limit import check_cpu
+from kvmosaic.container import check_cpu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from threading import Lock
 from typing import Any, Protocol
 
-from kvmosaic.cpu_limit import check_cpu
+from kvmosaic.container import check_cpu
 from kvmosaic.prompt.text_pieces import TextPiece, foreign_intervals, joined
 
 WINDOW_CHARACTERS = 2**14

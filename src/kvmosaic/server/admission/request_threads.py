@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
-from kvmosaic.cpu_limit import cpu_limit
+from kvmosaic.container import cpu_limit
 from kvmosaic.server.admission.limits import Admission
 from kvmosaic.server.tenants.access import Tenant
 from kvmosaic.web.errors import ApiError

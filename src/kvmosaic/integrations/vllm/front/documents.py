@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from kvmosaic.api.errors import RETRY_SECONDS, ApiError
-from kvmosaic.documents import DocumentStore, StoreLimits, document_place
-from kvmosaic.integrations.vllm.front.internal_requests import ask
-from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
-from kvmosaic.web import documents, files
-from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies
-from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
-
-if TYPE_CHECKING:
-    from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
-
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
 from kvmosaic.api.served_documents import ServedDocuments, check_length, most_chunk_tokens
 from kvmosaic.api.warming import WarmedDocument, WarmJob
-from kvmosaic.documents import DocumentDraft, StoredDocument
-from kvmosaic.errors import PromptTooLong
+from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, StoreLimits, document_place
+from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.extraction import extract_text
-from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
-from kvmosaic.prompt import Document
-from kvmosaic.web.errors import as_api_error
-
-if TYPE_CHECKING:
-    from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
-
-
-import json
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from kvmosaic.errors import KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, EncodedRequest, composed
-from kvmosaic.integrations.vllm.front.internal_requests import api_error
+from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask
+from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
+from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.layout import context_with
+from kvmosaic.prompt import Document
+from kvmosaic.web import documents, files
+from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies, as_api_error
+from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
 
 if TYPE_CHECKING:
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.errors import ApiError, error_reply
-from kvmosaic.cpu_limit import cpu_limit
+from kvmosaic.container import cpu_limit
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import (
