@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,7 @@ def build_services(
     )
     threads = RequestThreads(admission, tenants, settings.request_cpu_seconds)
     weights = {tenant.name: tenant.weight for tenant in tenants}
-    file_threads = FairThreads(NUM_FILE_THREADS, weights, name="kvmosaic-file")
+    file_threads = FairThreads(NUM_FILE_THREADS, weights, name="kvmosaic-file", clock=time.monotonic)
     records = RequestLog()
     readings = ServerReadings(llm, engine, tenants, documents, admission)
     metrics = ServerMetrics(readings, settings.model_names[0], records)

@@ -56,6 +56,25 @@ def test_turns_go_by_time_and_not_by_number() -> None:
     threads.shutdown()
 
 
+def test_work_of_other_processes_is_charged_by_the_clock() -> None:
+    """As reading a file is: its thread only waits."""
+    now = [0.0]
+    threads, free, order = FairThreads(1, clock=lambda: now[0]), threading.Event(), []
+
+    def work(name: str, seconds: float) -> None:
+        now[0] += seconds
+        order.append(name)
+
+    threads.submit("first", free.wait, 60)
+    for _ in range(3):
+        threads.submit("heavy", work, "heavy", 30.0)
+    ends = [threads.submit("light", work, "light", 1.0) for _ in range(5)]
+    free.set()
+    wait(ends, 60)
+    assert order[:6].count("light") == 5
+    threads.shutdown()
+
+
 def test_who_waited_for_nothing_saved_nothing_up(threads: FairThreads) -> None:
     """Nor does one that worked alone for long have to pay for it when another comes."""
     threads.submit("early", spin, 0.2).result(30)

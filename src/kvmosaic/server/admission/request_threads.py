@@ -45,7 +45,12 @@ class FairThreads:
     """
 
     def __init__(
-        self, num_threads: int, weights: Mapping[str, float] | None = None, *, name: str = "kvmosaic-request"
+        self,
+        num_threads: int,
+        weights: Mapping[str, float] | None = None,
+        *,
+        name: str = "kvmosaic-request",
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Starts the threads, as daemons.
 
@@ -53,6 +58,7 @@ class FairThreads:
             num_threads: number of threads.
             weights: weights of tenants; the default is 1.
             name: prefix of the thread names.
+            clock: of the time that work is charged with; `time.monotonic` for work of other processes.
         """
         self.weights = weights or {}
         """Replaced, never changed."""
@@ -61,6 +67,7 @@ class FairThreads:
         """Queues of tenants with queued or running work."""
         self._changed = threading.Condition()
         self._is_closed = False
+        self._clock = clock
         self._now = 0.0
         """Virtual time: what the tenant had spent whose work started last. New tenants start here."""
         for number in range(num_threads):
@@ -104,14 +111,14 @@ class FairThreads:
                 future, work = line.work.popleft()
                 line.num_running += 1
                 self._now = max(self._now, line.spent)
-            begin = time.thread_time()
+            begin = self._clock()
             tell: Callable[[], None] | None = None
             if future.set_running_or_notify_cancel():
                 try:
                     tell = partial(future.set_result, work())
                 except BaseException as error:
                     tell = partial(future.set_exception, error)
-            spent = time.thread_time() - begin
+            spent = self._clock() - begin
             with self._changed:
                 line.spent += max(spent, LEAST_SECONDS) / self.weights.get(tenant, 1.0)
                 line.num_running -= 1
