@@ -20,7 +20,7 @@ def test_every_error_of_ours_has_a_status() -> None:
         told = as_api_error(kind("port 99 is too high; lower it"), "case-7")
         assert 400 <= told.status <= 503, kind
         assert set(told.body["error"]) == {"message", "type", "param", "code"}, kind
-        if told.status == 500:
+        if told.status == 500 and kind is not errors.DocumentDamaged:
             assert "99" not in told.message, kind
         else:
             assert told.message == "port 99 is too high; lower it", kind

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from kvmosaic.api.fields import Body, Ignored, Name, Plain, Text, unsupported
 from kvmosaic.errors import InvalidTools
@@ -114,14 +114,18 @@ class FlatChoice(NamedFunction):
 
 
 FlatTools = Annotated[list[Annotated[FlatTool, BeforeValidator(_function_only)]], Field(max_length=MAX_TOOLS)]
+_Mode = Annotated[Literal["none", "auto", "required"], Tag("mode")]
+_by_form = Discriminator(lambda value: "mode" if isinstance(value, str) else "tool")
 FlatChoiceField = Annotated[
-    Literal["none", "auto", "required"] | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")],
+    _Mode | Annotated[FlatChoice | FlatAllowed, Field(discriminator="type"), Tag("tool")],
+    _by_form,
     BeforeValidator(flat_function),
 ]
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 Functions = Annotated[list[FunctionFields], Field(max_length=MAX_TOOLS)]
 ToolChoiceField = Annotated[
-    Literal["none", "auto", "required"] | Annotated[NamedChoice | AllowedChoice, Field(discriminator="type")],
+    _Mode | Annotated[NamedChoice | AllowedChoice, Field(discriminator="type"), Tag("tool")],
+    _by_form,
     BeforeValidator(_nested_choice),
 ]
 
