@@ -84,7 +84,7 @@ class ChunkCacheConfig:
     )
     hash_algorithm: Literal["sha256", "xxh3_128"] = _cache(
         "sha256",
-        help="Hash of cache keys; xxh3_128 is faster and always compares tokens. The same for all users of a tier.",
+        help="Hash of cache keys; xxh3_128 is faster and always compares tokens. All users of a tier need the same.",
     )
     position_strategy: str = _cache(
         _AUTO,
