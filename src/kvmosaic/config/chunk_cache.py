@@ -43,23 +43,20 @@ class ChunkCacheConfig:
         check=_check_size,
         max_length=32,
         metavar="SIZE",
-        help="Memory for cached documents, such as 512MiB; auto: a share of the memory that is free once the model is "
-        "loaded.",
+        help="Memory for cached documents, such as 512MiB; auto: a share of what is free once the model is loaded.",
     )
     chunk_cache_fraction: float | None = _cache(
         None,
         above=0,
         below=1,
-        help="Instead of `chunk_cache_size`: this fraction of the device's memory, for cached documents only; the "
-        "model and the request cache come on top of it.",
+        help="Instead of `chunk_cache_size`: this fraction of the device's memory, for cached documents only.",
     )
     memory_utilization: float | None = _cache(
         None,
         above=0,
         below=1,
-        help="Instead of `chunk_cache_size`: this fraction of the device's memory for the model's weights, "
-        "`request_cache_size` and cached documents together, which get what the other two leave; a device needs some "
-        "of the rest to compute in.",
+        help="Instead of `chunk_cache_size`: this fraction of the device's memory for weights, `request_cache_size` "
+        "and cached documents together; leave some of the rest to compute in.",
     )
     block_size: int = _cache(16, low=1, high=4096, panel="Engine", help="Token slots per block of memory.")
     max_chunks: int = _cache(100_000, low=1, high=10**8, help="Maximum of cached chunks.")
@@ -68,28 +65,26 @@ class ChunkCacheConfig:
     long_chunks: Literal["error", "split", "sections"] = _cache(
         "error",
         flag_alias="--long-documents",
-        help="A document that is too long for one chunk: refuse it, or split it. With sections, every document of more "
-        "than `max_section_tokens` is divided at headings and blank lines, so that an edit in one section costs one "
-        "section; its sections do not see each other.",
+        help="A document that is too long for one chunk: refuse it, or split it. sections: divide every document of "
+        "more than `max_section_tokens` at headings and blank lines, so that an edit costs one section; sections do "
+        "not see each other.",
     )
     max_section_tokens: int = _cache(
         1_024, low=16, high=10**7, help="Maximum tokens of a section, with `long_chunks` sections."
     )
     oversized_prompts: Literal["ordinary", "error"] = _cache(
         "ordinary",
-        help="A prompt whose documents can never be in the cache together: answer it as an ordinary prompt, in which "
-        "documents see each other, or refuse it.",
+        help="A prompt whose documents never fit the cache together: answer it as an ordinary prompt, or refuse it.",
     )
     chunk_separator: str | None = _cache(
         None,
         metavar="TEXT",
-        unset="prompts are never split, as with ''",
+        unset="prompts are never split",
         help="Text that splits a prompt into documents, such as ##.",
     )
     hash_algorithm: Literal["sha256", "xxh3_128"] = _cache(
         "sha256",
-        help="Hash of the keys by which blocks and chunks are looked up; xxh3_128 is faster and always compares "
-        "tokens. Processes that share tiers choose the same.",
+        help="Hash of cache keys; xxh3_128 is faster and always compares tokens. All users of a tier need the same.",
     )
     position_strategy: str = _cache(
         _AUTO,
@@ -101,63 +96,61 @@ class ChunkCacheConfig:
     )
     chunk_context: ChunkContext = _cache(
         _COMPANIONS,
-        unset="as the model's profile says, or companions where documents are one after the other, else system",
-        help="What a document saw when it was computed: the system text, that and as many `companions` as there are "
-        "documents before it, or nothing.",
+        unset="the model's profile, or companions for sequential documents, else system",
+        help="What a document saw when it was computed: the system text, that and `companions`, or nothing.",
     )
     preamble: str | int = _cache(
         _AUTO,
         check=preamble_rule,
         max_length=MAX_RULE_CHARACTERS,
         metavar="RULE",
-        help="How much of the system text documents see, so that they are reused where its end changes: auto (up to "
-        "the first date, time, long number or address), all, a number of tokens, before:TEXT or pattern:REGEX.",
+        help="How much of the system text documents see: auto (up to the first date, time, long number or address), "
+        "all, a number of tokens, before:TEXT or pattern:REGEX.",
     )
     find_documents: str = _cache(
         "none",
         check=read_find_documents,
         max_length=256,
         metavar="NAMES",
-        help="Documents that an application pasted into a message: patterns (templates of well-known applications; or "
-        "single ones by name), stored (stored documents, by their text), or both, separated by commas.",
+        help="Documents pasted into a message: patterns (templates of well-known applications, or some by name), "
+        "stored (stored documents, by their text), or several, separated by commas.",
     )
     document_pattern: str | None = _cache(
         None,
         check=OwnPattern,
         max_length=MAX_PATTERN_CHARACTERS,
         metavar="REGEX",
-        help="A pattern of one's own for `find_documents`, with the groups text and (optional) name.",
+        help="Your own pattern for `find_documents`, with the groups text and (optional) name.",
     )
     documents_order: DocumentsOrder = _cache(
         "sent",
-        help="Order in which a prompt's documents are read: as sent, or any: the cache chooses which come first, so "
-        "that the fewest tokens are computed. Those found in text keep theirs.",
+        help="Order of a prompt's documents: as sent, or any: the one that computes the fewest tokens. Those found in "
+        "text keep theirs.",
     )
     companions: str | tuple[str, ...] = _cache(
         BUNDLED,
         check=read_companions,
         max_length=4096,
         metavar="FILE",
-        help="Texts that documents see with `chunk_context` companions, which they set, and that no prompt contains: "
-        "a file of up to 24 with empty lines between them, best three documents of each kind; stored: documents that a "
-        "tenant has stored on the server; prose: a paragraph in their language. Prompts take three, like their "
-        "documents if there are such.",
+        help="Texts that documents see with `chunk_context` companions, which this sets: a file of up to 24 with empty "
+        "lines between them, best three documents of each kind; stored: stored documents of the tenant; prose: a "
+        "paragraph in their language. A prompt takes three like its documents, or the first three.",
     )
     repair: str | RepairPolicy = _cache(
         _REPAIR,
         check=repair_policy,
         max_length=MAX_POLICY_CHARACTERS,
         metavar="POLICY",
-        unset="as the model's profile says, or none where documents met companions, full where documents are alike, "
-        f"else {DEFAULT_REPAIR} where the model can",
-        help=f"Which tokens of cached documents requests compute again: {FORMS}.",
+        unset="the model's profile, or full where documents are alike, none where they met companions, "
+        f"else {DEFAULT_REPAIR}",
+        help=f"Tokens of cached documents to compute again: {FORMS}.",
     )
     eviction: str | EvictionPolicy = _cache(
         "lru", check=choose, flag_choices=lambda: tuple(POLICIES), help="Eviction policy of the chunk cache."
     )
-    verify_tokens: bool = _cache(True, help="Compare the tokens of a hit with those asked for, whatever the hash.")
+    verify_tokens: bool = _cache(True, help="Compare the tokens of a hit with the requested ones.")
     log_stats_seconds: float | None = _cache(
-        None, above=0, high=86_400, off="never", help="Log the statistics of the chunk cache this often, in seconds."
+        None, above=0, high=86_400, off="never", help="Seconds between logged statistics of the chunk cache."
     )
 
     def __post_init__(self) -> None:

@@ -37,13 +37,13 @@ class ModelConfig:
     device: str = _model("auto", max_length=64, metavar="NAME", help="auto, cpu, cuda or for example cuda:1.")
     prepack: bool | Literal["auto", "always", "never"] = _model(
         "auto",
-        help="Keep linear layers in bfloat16 in the order in which a CPU multiplies them, which makes answers about "
-        "twice as fast; auto: on CPUs that compute in bfloat16.",
+        help="Keep bfloat16 linear layers in the order in which a CPU multiplies them, about twice as fast; auto: on "
+        "CPUs that compute in bfloat16.",
     )
     engine: Literal["auto", "transformers", "llama"] = _model(
         "auto",
-        help="What computes: transformers, which dequantizes GGUF files, or llama.cpp (llama), which runs them as they "
-        "are; auto: llama.cpp for GGUF files where it is installed.",
+        help="transformers, which dequantizes GGUF files, or llama.cpp (llama), which runs them as they are; auto: "
+        "llama.cpp for GGUF files where it is installed.",
     )
     kv_cache_dtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = _model(
         "auto", help="Type of cached keys and values in llama.cpp; auto: f16."
@@ -56,24 +56,22 @@ class ModelConfig:
     adapter: tuple[str, ...] = _model(
         (),
         metavar="[NAME=]FOLDER",
-        help="Low-rank adapter (LoRA) that kvmosaic adapt or PEFT wrote; several may be given. The first one computes "
-        "prompts with documents, ordinary prompts are the base model's.",
+        help="LoRA adapter of kvmosaic adapt or PEFT; several may be given. The first one computes prompts with "
+        "documents, the base model ordinary ones.",
     )
     merge_adapter: bool = _model(
-        False, help="Add the only adapter to the weights: it computes all prompts, and costs no time."
+        False, help="Add the only adapter to the weights: it computes all prompts, at no cost."
     )
     trust_remote_code: bool = _model(False, help="Run Python code that comes with the checkpoint.")
-    enable_chunk_cache: bool = _model(
-        True, panel="Chunk cache", help="Compose prompts from cached documents; off, they are ordinary prompts."
-    )
+    enable_chunk_cache: bool = _model(True, panel="Chunk cache", help="Compose prompts from cached documents.")
     profile: bool | str | Path = _model(
         True,
         panel="Chunk cache",
         flag_default="auto",
         max_length=4_096,
         metavar="auto | none | FILE",
-        help="What kvmosaic tune found for this model: auto: kvmosaic_profile.json in its folder, if it is there; "
-        "none; or a file.",
+        help="Settings that kvmosaic tune found: auto (kvmosaic_profile.json in the model's folder, if it is there), "
+        "none, or a file.",
     )
 
 
@@ -92,9 +90,7 @@ class EngineConfig:
         help="Maximum tokens of one step: missing chunks, questions and one token for every running answer.",
     )
     max_num_seqs: int = _engine(64, low=1, high=65_536, help="Maximum of running sequences.")
-    max_waiting: int = _engine(
-        100_000, low=1, high=10**7, help="Maximum of requests that wait in the engine; more are refused."
-    )
+    max_waiting: int = _engine(100_000, low=1, high=10**7, help="Maximum of waiting requests in the engine.")
     request_cache_size: int | str = _size(
         "1GiB", check=parse_bytes, help="Memory for prefixes, questions and answers, such as 512MiB."
     )
@@ -106,29 +102,26 @@ class EngineConfig:
         unset="what the model allows",
         help="Maximum positions of one sequence.",
     )
-    enable_prefix_caching: bool = _engine(
-        True, help="Keep the blocks of system texts, questions and answers for requests that begin alike."
-    )
+    enable_prefix_caching: bool = _engine(True, help="Keep blocks for requests that begin alike.")
     enforce_eager: bool = _engine(
         False,
-        help="On a GPU, launch the kernels of small steps one by one instead of replaying CUDA graphs.",
+        help="On a GPU, do not replay small steps as CUDA graphs.",
     )
     num_threads: int | None = _engine(
         None,
         low=1,
         high=1024,
-        unset="one per core, or fewer where the container may use less",
-        help="Threads that compute on a CPU, in the whole process.",
+        unset="one per core, or the container's limit",
+        help="Compute threads on a CPU, of the whole process.",
     )
     preemption: Literal["auto", "recompute", "swap"] = _engine(
         "auto",
-        help="Preempted answers: computed again (recompute), moved to host memory and back (swap), or whichever was "
-        "measured to be faster (auto).",
+        help="Preempted answers: recompute, swap (to host memory and back), or the faster one (auto).",
     )
     swap_space: int | str | None = _size(
         "256MiB",
         check=parse_optional_bytes,
-        help="Maximum host memory for preempted answers; 0: they are computed again.",
+        help="Maximum host memory for preempted answers; 0: recompute.",
     )
 
     def __post_init__(self) -> None:
@@ -161,15 +154,15 @@ class TierConfig:
         metavar="URL",
         is_secret=True,
         help="Where chunks are kept beyond the device: host:4GiB, disk:/var/cache/kvmosaic?quota=100GiB, redis://…; "
-        "several may be given, the fastest first.",
+        "several, the fastest first.",
     )
     chunk_codec: Literal["none", "int8"] = _tiers(
-        "none", help="How numbers are stored there: as they are, or in eight bits, which changes answers a little."
+        "none", help="How tiers store numbers: as they are, or in eight bits, which changes answers a little."
     )
     chunk_secret: str | None = _tiers(
         None,
         is_secret=True,
-        help="Without it an entry can be neither made nor changed; 8 to 1024 characters.",
+        help="Signs entries of tiers; 8 to 1024 characters.",
     )
     chunk_pending: int | str = _tier_size(
         "512MiB", help="Maximum memory for chunks queued for writing; more are not stored."
@@ -177,8 +170,7 @@ class TierConfig:
     chunk_staged: int | str = _tier_size("512MiB", help="Maximum memory for chunks prefetched for waiting requests.")
     chunk_loading: Literal["auto", "always"] = _tiers(
         "auto",
-        help="Load a chunk where that is expected to be faster than computing it, or wherever a tier has it, which "
-        "spares the processor and does not depend on how fast the machine is.",
+        help="Load a chunk where that is expected to be faster than computing it, or always.",
     )
 
     def __post_init__(self) -> None:

@@ -13,22 +13,17 @@ def _family(name: str, kind: Kind, meaning: str, bounds: tuple[float, ...] = (),
     return Family(f"vllm:{name}", kind, meaning, (*MODEL, label) if label else MODEL, bounds)
 
 
-REQUESTS_RUNNING = _family("num_requests_running", "gauge", "Requests that the engine computes now.")
-REQUESTS_WAITING = _family("num_requests_waiting", "gauge", "Requests that wait for the engine.")
+REQUESTS_RUNNING = _family("num_requests_running", "gauge", "Requests that run.")
+REQUESTS_WAITING = _family("num_requests_waiting", "gauge", "Requests that wait.")
 KV_CACHE_USAGE = _family(
     "kv_cache_usage_perc",
     "gauge",
-    "Blocks of the request pool (prefixes, questions, answers) that running requests hold, by all of its blocks; 1 is "
-    "full. Blocks that are only kept for later do not count. The chunk cache is a pool of its own.",
+    "Share of the request pool (prefixes, questions, answers) that running requests hold; 1 is full.",
 )
-PREFIX_QUERIES = _family(
-    "prefix_cache_queries", "counter", "Tokens looked up in the prefix cache: system prompts, questions, plain prompts."
-)
-PREFIX_HITS = _family("prefix_cache_hits", "counter", "Of these, tokens found. Chunks do not count here.")
-PREEMPTIONS = _family("num_preemptions", "counter", "Answers that gave their blocks away and went on later.")
-PROMPT_TOKENS = _family(
-    "prompt_tokens", "counter", "Prompt tokens of requests whose prompt is done, whether computed or reused."
-)
+PREFIX_QUERIES = _family("prefix_cache_queries", "counter", "Tokens looked up in the prefix cache, chunks not counted.")
+PREFIX_HITS = _family("prefix_cache_hits", "counter", "Of these, tokens found.")
+PREEMPTIONS = _family("num_preemptions", "counter", "Answers that were preempted.")
+PROMPT_TOKENS = _family("prompt_tokens", "counter", "Tokens of prompts that are done, computed or reused.")
 GENERATION_TOKENS = _family("generation_tokens", "counter", "Answer tokens.")
 REQUEST_SUCCESS = _family(
     "request_success",
@@ -45,7 +40,7 @@ TIME_TO_FIRST_TOKEN = _family(
 INTER_TOKEN_LATENCY = _family(
     "inter_token_latency_seconds",
     "histogram",
-    "Between one token of an answer and the next; of long answers, the first 512 times.",
+    "Between two tokens of an answer; of long answers, the first 512 times.",
     family.INTER_TOKEN_LATENCY,
 )
 TIME_PER_TOKEN = _family(
@@ -73,11 +68,11 @@ NUM_ANSWERS = _family("request_params_n", "histogram", "Answers per request.", f
 
 REQUEST_PROMPT_TOKENS = _family("request_prompt_tokens", "histogram", "Tokens of a prompt.", family.TOKENS)
 REQUEST_GENERATION_TOKENS = _family(
-    "request_generation_tokens", "histogram", "Answer tokens of a request, all its answers together.", family.TOKENS
+    "request_generation_tokens", "histogram", "Tokens of all answers of a request.", family.TOKENS
 )
 REQUEST_COMPUTED_TOKENS = _family(
     "request_prefill_kv_computed_tokens",
     "histogram",
-    "Tokens of a prompt that were computed, not reused.",
+    "Tokens of a prompt that were computed.",
     family.TOKENS,
 )

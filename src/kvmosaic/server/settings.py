@@ -84,8 +84,7 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     generation_config: Literal["auto", "none"] = _setting(
         "auto",
         "Model",
-        "Sampling fields that a request leaves out: auto: as the model's generation_config.json says; none: OpenAI's "
-        "defaults.",
+        "Defaults of sampling: auto: those of the model's generation_config.json; none: OpenAI's.",
     )
 
     host: str = _setting("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 is every one.", max_length=255)
@@ -96,39 +95,32 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     ssl_keyfile: Path | None = _setting(None, "Server", "Private key, for HTTPS.")
     ssl_certfile: Path | None = _setting(None, "Server", "Certificate, for HTTPS.")
     allowed_origins: Texts = _setting(
-        (), "Server", "Web sites whose pages may call this server (CORS), such as https://example.org; * is every one."
+        (), "Server", "Sites whose pages may call this server (CORS), such as https://example.org; * is every one."
     )
     allowed_hosts: Texts = _setting(
         (),
         "Server",
-        "Names under which this server may be asked for when it has no keys and listens on loopback, besides localhost "
-        "and its address; * is every one.",
+        "Host names of a server without keys on loopback, besides localhost and its address; * is every one.",
     )
     strict: bool = _setting(
         False,
         "Server",
-        "Refuse a request with an unknown field; otherwise the field is ignored, with a warning in the reply, unless "
-        "it looks like a mistyped one that matters.",
+        "Refuse unknown fields; otherwise they are ignored with a warning, unless one looks mistyped and matters.",
     )
     strict_model_names: bool = _setting(
         False,
         "Server",
-        "Refuse a request for a model of another name, as --strict does, too; otherwise it is answered with a warning.",
+        "Refuse other model names, as --strict does, too; otherwise they are answered with a warning.",
     )
-    uvicorn_log_level: LogLevel = _setting(
-        "info", "Server", "What is logged; info: a line per request; debug: for probes, too."
-    )
-    log_format: Literal["text", "json"] = _setting(
-        "text", "Server", "Lines of the log: text, or json: an object per line, also for what is said at startup."
-    )
+    uvicorn_log_level: LogLevel = _setting("info", "Server", "info: a line per request; debug: for probes, too.")
+    log_format: Literal["text", "json"] = _setting("text", "Server", "text, or json: an object per line.")
     drain_seconds: float = _setting(
         30.0, "Server", "At SIGTERM, seconds for in-flight requests before they are aborted.", ge=0, le=86_400
     )
     otlp_traces_endpoint: str | None = _setting(
         None,
         "Server",
-        f"Where spans of requests are sent (OpenTelemetry, OTLP over HTTP), such as {EXAMPLE_ENDPOINT}. "
-        "Default: no tracing.",
+        f"Where traces are sent (OTLP over HTTP), such as {EXAMPLE_ENDPOINT}. Default: no tracing.",
         max_length=MAX_URL_CHARACTERS,
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
@@ -136,7 +128,7 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     documents_dir: str | None = _setting(
         None,
         "Documents",
-        "Folder of stored documents, which several servers of one machine may share; none: in memory only. Default: "
+        "Folder of stored documents, which servers of one machine may share; none: in memory. Default: "
         "kvmosaic/documents in the user's data folder.",
         max_length=MAX_URL_CHARACTERS,
     )
@@ -150,24 +142,24 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     document_ttl: float | None = _setting(
         None,
         "Documents",
-        "Lifetime (TTL) in seconds of documents stored without one. Default: unlimited.",
+        "Default TTL of stored documents in seconds. Default: unlimited.",
         ge=0,
         le=MAX_SECONDS,
     )
     document_version_seconds: float = _setting(
         3_600.0,
         "Documents",
-        "Seconds for which a replaced text can still be read by its version, after its last use; 0: none.",
+        "Seconds after its last use for which a replaced text can be read by its version; 0: none.",
         ge=0,
         le=MAX_SECONDS,
     )
     warm_on_start: bool = _setting(
-        False, "Documents", "Compute the stored documents at the start, the newest first, as far as the cache has room."
+        False, "Documents", "Compute stored documents at the start, the newest first, until the cache is full."
     )
     warm_system: str | None = _setting(
         None,
         "Documents",
-        "The system text of the requests that will read them, for --warm-on-start. Default: they have none.",
+        "System text of later requests, for --warm-on-start. Default: none.",
         max_length=2**20,
     )
     max_documents: int = _setting(10_000, "Documents", "Maximum stored documents of one tenant.", ge=1, le=10**6)
@@ -176,17 +168,17 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     )
 
     api_key: Secrets = _setting(
-        (), "Access", "A key that may use this server; several may be given. Better set KVMOSAIC_API_KEY."
+        (), "Access", "A key of this server; several may be given. Better set KVMOSAIC_API_KEY."
     )
     keys_file: Path | None = _setting(None, "Access", "A YAML file of keys with their tenants and quotas.")
 
-    max_queue: int = _setting(256, "Limits", "Maximum of waiting requests; more are refused with 429.", ge=0, le=10**6)
+    max_queue: int = _setting(256, "Limits", "Maximum of waiting requests; more get 429.", ge=0, le=10**6)
     max_queue_per_tenant: int = _setting(128, "Limits", "Maximum of waiting requests of one tenant.", ge=0, le=10**6)
     max_body_bytes: int = _setting(2**24, "Limits", "Maximum bytes of a request body.", ge=1_024, le=2**30)
     request_cpu_seconds: float = _setting(
         30.0,
         "Limits",
-        "Maximum processor time for reading one request: checking, tokenizing, compiling; more is a 422.",
+        "Maximum processor time for reading one request; more is a 422.",
         ge=0.001,
         le=1e5,
     )
