@@ -37,6 +37,8 @@ for name, value in {
     # each server of a test has documents of its own, and none are those of the user who runs the tests
     "KVMOSAIC_DOCUMENTS_DIR": "none",
     "XDG_DATA_HOME": _DATA,
+    # what a test changes is seen by the next start
+    "KVMOSAIC_CACHE_DIR": "none",
     # GPU kernels run on the CPU; on a machine with a GPU, set it to 0 to run them there
     "TRITON_INTERPRET": "1",
 }.items():

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvmosaic.errors import InvalidConfig
 
@@ -60,8 +59,11 @@ def pin_frequencies(module: nn.Module, max_positions: int) -> None:
             f"this model's frequencies are pinned for {pinned_for} positions already, and {max_positions} are asked "
             f"for; use max_positions={pinned_for} or load the model again"
         )
-    if changes_with_length(module):
-        module.__dict__[_PINNED] = max_positions
+    if not changes_with_length(module):
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    module.__dict__[_PINNED] = max_positions
     for rotary, layer_type, rope_type in list(_changing(module)):
         prefix = f"{layer_type}_" if layer_type else ""
         buffer: Tensor = getattr(rotary, f"{prefix}inv_freq")

@@ -12,7 +12,6 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvmosaic.errors import ModelError
 from kvmosaic.layers.spec import LATENT_ATTRIBUTE, AttentionCall
@@ -62,6 +61,8 @@ def is_in_scope() -> bool:
 
 def install() -> None:
     """Registers the attention function with transformers. Calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionInterface.register(PROBE_NAME, _probe_attention)
     AttentionMaskInterface.register(PROBE_NAME, _mask_predicate)

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask
 
 from kvmosaic.errors import ModelError
 from kvmosaic.layers import AttentionCall
@@ -67,6 +65,9 @@ def run_own_code(model: LoadedModel, token_ids: Sequence[int], observe: Attentio
 
 @contextmanager
 def _own_attention(module: Any) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
     AttentionInterface.register(OWN_NAME, _attend_and_show)
     AttentionMaskInterface.register(OWN_NAME, eager_mask)
     before = module.config._attn_implementation

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
+from kvmosaic.kept import keep, kept_folder
 from kvmosaic.model.formats.gguf.file import GgufFile
 
 logger = logging.getLogger("kvmosaic")
@@ -21,6 +25,8 @@ _SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "
 """Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
 _KIND, _SPLIT, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
 _BLANK = "\u2581"
+_KEPT = 1
+"""Number of what this module makes of a file: another one where that changes."""
 
 
 def has_tokenizer(file: GgufFile) -> bool:
@@ -29,11 +35,53 @@ def has_tokenizer(file: GgufFile) -> bool:
 
 
 def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
-    """The tokenizer of a file in a folder of its own (`weights.alone`); None if it has none."""
-    from kvmosaic.model.transformers_loading import read_tokenizer
+    """The tokenizer of a file in a folder of its own (`weights.alone`); None if it has none.
 
+    transformers takes seconds to build it, so it is kept, unless what is read back differs in anything.
+    """
     if not has_tokenizer(file):
         return None
+    with file.path.open("rb") as opened:
+        header = opened.read(file.data_start)
+    made_by = " ".join([str(_KEPT), *map(version, ("kvmosaic", "transformers", "tokenizers"))])
+    kept = kept_folder("tokenizers", header, made_by.encode())
+    if kept is not None and kept.is_dir():
+        with suppress(Exception):  # a damaged one is built again
+            return _read_back(kept)
+    tokenizer = _built(file, folder, options)
+
+    def write(draft: Path) -> None:
+        tokenizer.save_pretrained(draft)
+        if _facts(_read_back(draft)) != _facts(tokenizer):
+            raise ValueError("it is read back as another one")
+
+    keep(kept, write)
+    return tokenizer
+
+
+def _read_back(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _facts(tokenizer: Any) -> tuple[Any, ...]:
+    """What texts become, and what is read of a tokenizer."""
+    return (
+        type(tokenizer),
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        tokenizer.all_special_ids,
+        tokenizer.special_tokens_map,
+        tokenizer.added_tokens_decoder,
+        tokenizer.clean_up_tokenization_spaces,
+        tokenizer.model_max_length,
+    )
+
+
+def _built(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+    from kvmosaic.model.transformers_loading import read_tokenizer
+
     split = file.metadata.get(_SPLIT, "default")
     adds_begin = split in _SPLITS_WITH_BEGIN and "tokenizer.ggml.add_bos_token" not in file.metadata
     tokenizer = read_tokenizer(str(file.path), folder, {**options, **({"add_bos_token": True} if adds_begin else {})})

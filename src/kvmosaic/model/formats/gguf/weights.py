@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from transformers import AutoConfig
 
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, check_gguf, read_gguf
@@ -147,6 +146,8 @@ def read_config(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
     Raises:
         UnsupportedModel: transformers cannot build it, or ignores an attention rule.
     """
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(folder, **options)
     except Exception as error:  # of many kinds: each family reads its own entries
