@@ -286,8 +286,6 @@ def test_any_reply_of_redis_is_a_miss_or_an_error_of_the_tier(
         lambda: tier.get_many(keys, Deadline(30)),
         lambda: tier.exists_many(keys, Deadline(30)),
         lambda: tier.touch(keys, Deadline(30)),
-        lambda: tier.peek(keys[0], 100, Deadline(30)),
-        lambda: list(tier.scan(Deadline(30))),
         lambda: tier.quarantine(keys[0], "a test", Deadline(30)),
         lambda: tier.delete_many(keys[1:2], Deadline(30)),
     )

@@ -72,7 +72,10 @@ POOL_SHARED_BLOCKS = _family(
 )
 
 TIER_ENTRIES = _family(
-    "tier_entries", "gauge", "Chunks in a tier below the device; of a shared one, as of the last look.", "tier"
+    "tier_entries",
+    "gauge",
+    "Chunks in a host or disk tier. Redis and object stores count their own.",
+    "tier",
 )
 TIER_BYTES = _family("tier_bytes", "gauge", "Bytes of these entries.", "tier")
 TIER_QUOTA = _family(

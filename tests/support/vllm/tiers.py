@@ -43,7 +43,9 @@ def forget(engine: Any, tiers: list[str], connector: bool = False) -> None:
     assert engine.llm.reset_prefix_cache(reset_connector=connector)
     for tier in worker_tiers().tiered_store.tiers:
         if tier.name in tiers:
-            tier.delete_many([info.key for info in tier.scan(Deadline(10))], Deadline(10))
+            behind = getattr(tier, "tier", tier)
+            index = behind._store._index if tier.name == "disk" else behind._index
+            tier.delete_many(list(index), Deadline(10))
 
 
 def answer(engine: Any, asks: list[dict[str, Any]]) -> dict[str, Any]:
