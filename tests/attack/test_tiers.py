@@ -29,8 +29,7 @@ from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.files import is_draft
 from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.object_store import ObjectTier
-from kvmosaic.tiers.redis.link import Session
-from kvmosaic.tiers.redis.tier import RedisTier
+from kvmosaic.tiers.redis import RedisTier, Session
 
 MIB = 2**20
 NUM_DAMAGES = int(os.environ.get("KVMOSAIC_ATTACKS", "300"))

@@ -11,7 +11,7 @@ from support.redis import RedisServer
 from tiers.conformance import TierConformance
 
 from kvmosaic.tiers import Tier
-from kvmosaic.tiers.redis.tier import RedisTier
+from kvmosaic.tiers.redis import RedisTier
 
 
 @pytest.fixture(scope="module")

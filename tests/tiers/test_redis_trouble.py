@@ -21,8 +21,7 @@ from kvmosaic.cache import Key
 from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers import Deadline
 from kvmosaic.tiers.breaker import Breaker
-from kvmosaic.tiers.redis.link import Command, Session
-from kvmosaic.tiers.redis.tier import RedisTier
+from kvmosaic.tiers.redis import Command, RedisTier, Session
 
 KEY = KEYS[0]
 MIB = 2**20
@@ -106,7 +105,7 @@ def test_a_write_that_is_cut_is_never_seen_and_what_it_leaves_expires(server: Re
 def test_a_draft_that_redis_evicts_in_the_middle_never_becomes_the_entry(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.tiers.redis.tier._WINDOW_BYTES", 2**17)
+    monkeypatch.setattr("kvmosaic.tiers.redis._WINDOW_BYTES", 2**17)
     tier = open_tier(server)
     tier.put_many({KEY: b"before"}, Deadline(10))
     real = Session.ask
@@ -135,7 +134,7 @@ def test_a_draft_that_redis_evicts_in_the_middle_never_becomes_the_entry(
 def test_an_entry_that_changes_during_a_read_is_read_whole_or_not_at_all(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr("kvmosaic.tiers.redis.tier._WINDOW_BYTES", 2**17)
+    monkeypatch.setattr("kvmosaic.tiers.redis._WINDOW_BYTES", 2**17)
     tier, other = open_tier(server), open_tier(server)
     old, new = (entry_of(KEY, 350_000, version) for version in range(2))
     real = Session.ask
@@ -287,7 +286,7 @@ def test_no_memory_left_is_full_and_leaves_nothing_behind(server: RedisServer) -
 def test_what_no_memory_is_left_for_expires_even_if_the_server_cannot_be_told_to_clean_up(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.tiers.redis.tier._WINDOW_BYTES", 2**18)
+    monkeypatch.setattr("kvmosaic.tiers.redis._WINDOW_BYTES", 2**18)
     tier = open_tier(server)
     tier.put_many({KEYS[2]: entry_of(KEYS[2], MIB)}, Deadline(10))  # a connection takes memory, too
     real = Session.ask
@@ -369,7 +368,7 @@ def test_garbage_under_our_names_is_a_miss_and_is_overwritten(server: RedisServe
 def test_clients_that_write_the_same_keys_under_load_read_no_mixture_and_leave_no_drafts(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmosaic.tiers.redis.tier._WINDOW_BYTES", 2**16)
+    monkeypatch.setattr("kvmosaic.tiers.redis._WINDOW_BYTES", 2**16)
     tiers = [open_tier(server) for _ in range(2)]
     problems: list[str] = []
 

@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kvmosaic.config import TierConfig
 from kvmosaic.integrations.vllm.operations import Load, Operations, RunFetch, Store, StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.stored_entries import Share
-from kvmosaic.integrations.vllm.worker.tier_side import WorkerTiers
+from kvmosaic.integrations.vllm.worker.tier_side import Share, WorkerTiers
 from kvmosaic.tiers import Deadline
 from support.vllm import inside
 
