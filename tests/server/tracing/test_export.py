@@ -243,4 +243,4 @@ def test_only_the_modules_for_tracing_import_opentelemetry() -> None:
             line.startswith(("import opentelemetry", "from opentelemetry")) for line in path.read_text().splitlines()
         )
     }
-    assert users == {"server/tracing/export.py", "server/tracing/request_trace.py"}
+    assert users == {"server/tracing.py"}
