@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvmosaic.eval.text.documents import Recipe, TextSource
-from kvmosaic.eval.text.relations import LISTS
+from kvmosaic.eval.text.documents import LISTS, Recipe, TextSource
 
 VOCABULARY = 3072
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"

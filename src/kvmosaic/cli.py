@@ -1,4 +1,4 @@
-"""Command line: run, plan, check, demo, bench, eval, tune, adapt, warm, cache, documents, serve, vllm, sleep, wake.
+"""Command line: run, plan, check, demo, bench, eval, tune, adapt, warm, documents, serve, vllm.
 
 Commands import what they need when they run, so that `--help` does not import torch.
 """
@@ -25,11 +25,7 @@ from kvmosaic.console.options import (
     ModelOptions,
     PromptArguments,
     SamplingOptions,
-    SecretVariable,
-    ServerURL,
     Takes,
-    Tier,
-    Timeout,
     grouped,
 )
 from kvmosaic.console.plan import plan
@@ -75,8 +71,6 @@ app = CommandGroup(
 )
 
 
-cache = CommandGroup(no_args_is_help=True, add_completion=False, help="List and verify the documents stored in tiers.")
-app.add_typer(cache, name="cache")
 app.add_typer(documents, name="documents")
 app.add_typer(vllm, name="vllm")
 
@@ -215,81 +209,6 @@ def warm(
 
     opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
     raise typer.Exit(warm_folder(opening, folder.warming(), as_json))
-
-
-@cache.command("ls")
-def list_entries(
-    tier: Tier,
-    limit: Annotated[int, typer.Option(min=0, help="Most entries that are shown; 0 shows all.")] = 50,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with this in a name.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and entry.")] = False,
-) -> None:
-    """List the entries of a tier, the last used first.
-
-    kvmosaic cache ls disk:/var/cache/kvmosaic
-    """
-    from kvmosaic.console.cache_entries import list_entries
-
-    list_entries(tier, name, limit, as_json)
-
-
-@cache.command()
-def verify(
-    tier: Tier,
-    secret_env: SecretVariable = None,
-    quarantine: Annotated[bool, typer.Option("--quarantine", help="Put damaged entries aside.")] = False,
-    as_json: AsFields = False,
-) -> None:
-    """Check every byte of every entry. Exit code 1 if one is damaged."""
-    from kvmosaic.console.cache_entries import verify
-
-    if not verify(tier, secret_env, quarantine, as_json):
-        raise typer.Exit(1)
-
-
-@app.command()
-def sleep(
-    level: Annotated[
-        int | None, typer.Option(min=1, max=2, help="1 (the default) keeps the caches in host memory, 2 drops them.")
-    ] = None,
-    refuse: Annotated[
-        bool, typer.Option("--refuse", help="Refuse prompts that come meanwhile; else they wait.")
-    ] = False,
-    cold: Annotated[
-        bool, typer.Option("--cold", help="Only move documents to the tiers that are seldom used, and stay awake.")
-    ] = False,
-    min_accesses: Annotated[
-        int | None, typer.Option(min=0, max=2**40, help="With --cold: those used less often (1).")
-    ] = None,
-    idle_seconds: Annotated[
-        float | None, typer.Option(min=0, max=1e12, help="With --cold: if unused for so many seconds (600).")
-    ] = None,
-    url: ServerURL = "http://127.0.0.1:8000",
-    timeout: Timeout = 600.0,
-) -> None:
-    """Free the memory of a running server's caches once its requests have ended. Exit code 1 if it is woken meanwhile.
-
-    kvmosaic sleep --level 2
-
-    kvmosaic sleep --cold --min-accesses 2 --idle-seconds 3600
-
-    The key of an admin, if the server has keys, is read from KVMOSAIC_API_KEY.
-    """
-    from kvmosaic.console import server_call
-
-    chunks = server_call.cold_chunks(cold, min_accesses, idle_seconds, others=refuse or level is not None)
-    if chunks is not None:
-        server_call.sleep_cold(url, chunks, timeout)
-    elif not server_call.sleep(url, level or 1, refuse, timeout):
-        raise typer.Exit(1)
-
-
-@app.command()
-def wake(url: ServerURL = "http://127.0.0.1:8000", timeout: Timeout = 600.0) -> None:
-    """Wake a sleeping server: it allocates its caches again and runs the waiting requests."""
-    from kvmosaic.console import server_call
-
-    server_call.wake(url, timeout)
 
 
 class _ServeHelp(ShortHelpCommand):

@@ -16,6 +16,7 @@ from kvmosaic.assembly import (
     AdapterPlaces,
     AnyModel,
     Continuation,
+    EngineFacts,
     EngineName,
     PromptLike,
     adapter_folders,
@@ -40,7 +41,6 @@ from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck
-from kvmosaic.engine_facts import EngineFacts
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with

@@ -77,8 +77,7 @@ def test_without_matplotlib_tables_and_json_still_come(tmp_path: Path, monkeypat
         (("--workload", "nonsense"), "no workload 'nonsense'"),
         (("--engine", "nonsense"), "no engine 'nonsense'"),
         (("no/such/model",), "no model 'no/such/model'"),
-        (("--vllm-python", "no/such/python"), "is no file"),
-        (("--engine", "llama.cpp"), "no engine 'llama.cpp'; choose from on, off, transformers, vllm, llama-server"),
+        (("--engine", "llama.cpp"), "no engine 'llama.cpp'; choose from on, off, transformers"),
     ],
 )
 def test_wrong_arguments_are_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

@@ -16,7 +16,7 @@ from support.fake_peer import FakePeer
 from kvmosaic.bench.campaign import add_shares
 from kvmosaic.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
 from kvmosaic.bench.models import Limits, TokenCost, measure_limits
-from kvmosaic.bench.peers.peer import OFF, OWN
+from kvmosaic.bench.peers import OFF, OWN
 from kvmosaic.bench.report import BenchReport, save_plots
 from kvmosaic.bench.results import can_plot
 from kvmosaic.bench.sizes import Sizes

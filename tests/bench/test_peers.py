@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,22 +11,12 @@ from support.gguf import save_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.bench.models import RANDOM_MODELS, Subject, model_folder, weigh, weigh_file
-from kvmosaic.bench.peers.outside import OutsidePeer
-from kvmosaic.bench.peers.startup import GeneratePeer, OwnPeer, PeerOptions, open_peers
-from kvmosaic.errors import EngineError, InvalidConfig, ModelNotFound
+from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh, weigh_file
+from kvmosaic.bench.peers import GeneratePeer, OwnPeer, PeerOptions
+from kvmosaic.errors import InvalidConfig, ModelNotFound
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt
 
-FAKE_WORKER = """
-import json, sys
-print(json.dumps({"version": "1.2.3"}), flush=True)
-for line in sys.stdin:
-    message = json.loads(line)
-    print("a library prints something", flush=True)
-    readings = [{"first": 0.25, "last": 0.75, "reused": 1} for _ in message.get("prompts", ())]
-    print(json.dumps({} if "reset" in message else {"seconds": 1.0, "readings": readings}), flush=True)
-"""
 SYSTEM, ONE, OTHER, QUESTION = range(20, 28), range(30, 46), range(50, 66), range(70, 75)
 SAME = Prompt.from_tokens(SYSTEM, [ONE, OTHER], QUESTION)
 TURNED = Prompt.from_tokens(SYSTEM, [OTHER, ONE], QUESTION)
@@ -107,50 +95,11 @@ def test_our_engine_holds_shared_documents_once_and_private_copies_each(model: L
     assert held["a", "b"] - held["", ""] >= chunk_bytes
 
 
-def outside(code: str, seconds: float | None = None) -> OutsidePeer:
-    return OutsidePeer("fake worker", [sys.executable, "-c", code], "float32")
-
-
-def test_a_worker_answers_in_lines_of_json_among_other_lines() -> None:
-    peer = outside(FAKE_WORKER)
-    peer.reset()
-    batch = peer.answer([SAME, TURNED], 3)
-    peer.close()
-    peer.close()
-    assert peer.version == "1.2.3"
-    assert batch.seconds == 1.0 and len(batch.readings) == 2
-    assert batch.readings[0].token_seconds == pytest.approx(0.25)
-    assert batch.readings[0].num_computed == SAME.num_tokens - 1
-
-
-def test_a_worker_that_does_not_start_says_why() -> None:
-    with pytest.raises(EngineError, match="fake worker ended; the end of what it printed: no such engine"):
-        outside("import sys; sys.exit('no such engine')")
-
-
-def test_a_worker_that_ends_between_two_answers_says_why() -> None:
-    peer = outside("import sys; print('{}', flush=True); input(); sys.exit('out of memory')")
-    with pytest.raises(EngineError, match="out of memory"):
-        peer.answer([SAME], 1)
-    peer.close()
-
-
-def test_vllm_that_does_not_start_is_left_out_with_a_note(folder: Path, model: LoadedModel) -> None:
-    # an interpreter without vLLM: its worker ends at the import
-    options = PeerOptions(("on", "vllm"), capacity="1MiB", vllm_python=Path(sys.executable))
-    with ExitStack() as stack:
-        peers, notes = open_peers(Subject(folder, {"float32": model}, {}), options, stack)
-        assert [peer.name for peer in peers] == ["kvmosaic"]
-    assert notes[0].startswith("Our engine in float32: ")
-    assert len(notes) == 2 and "No module named 'vllm'" in notes[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"names": ("on", "sglang")}, "no engine 'sglang'; choose from on, off"),
         ({"names": ("off",)}, "--engine on"),
-        ({"vllm_python": Path("no/such/python")}, "is no file"),
     ],
 )
 def test_wrong_engines_are_refused(options: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""What the documentation says of `kvmosaic cache` and `warm`."""
+"""What the documentation says of `kvmosaic warm`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,10 @@ def command(words: list[str]) -> tuple[click.Command, list[str]]:
 
 
 def test_commands_in_the_page_about_tiers_are_many() -> None:
-    assert len(LINES) >= 3
+    assert len(LINES) >= 1
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_commands_in_the_page_about_tiers_can_be_read(line: str) -> None:
     found, words = command(shlex.split(line)[1:])
     found.make_context("kvmosaic", words)
-
-
-def test_every_command_and_option_of_the_cache_is_in_the_page() -> None:
-    group = get_command(app).commands["cache"]
-    for name, found in group.commands.items():
-        assert f"| `{name} " in PAGE
-        options = {option for each in found.params for option in each.opts if option.startswith("--")}
-        assert [option for option in options if f"`{option}`" not in PAGE] == [], name

@@ -19,7 +19,7 @@ from kvmosaic.console.options import option_type
 from kvmosaic.layout import ChunkContext
 from kvmosaic.server.options import serve_app
 
-COMMANDS = ("run", "plan", "check", "demo", "warm", "cache", "documents", "serve", "vllm", "sleep", "wake")
+COMMANDS = ("run", "plan", "check", "demo", "warm", "documents", "serve", "vllm")
 
 
 def kvmosaic(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,9 +83,9 @@ def test_the_help_of_the_server_fits_a_screen_and_names_what_shows_the_rest() ->
 @pytest.mark.parametrize(
     ("typed", "found"),
     [
-        ("kvmosaic sl", {"sleep"}),
+        ("kvmosaic wa", {"warm"}),
         ("kvmosaic serve --max-num", {"--max-num-seqs", "--max-num-batched-tokens"}),
-        ("kvmosaic cache v", {"verify"}),
+        ("kvmosaic documents sh", {"show"}),
         ("kvmosaic run --chunk-con", {"--chunk-context"}),
     ],
 )

@@ -17,6 +17,7 @@ from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
+from kvmosaic.entries import read_header
 
 TEXT = "House {0} has {0} doors and {1} windows, and stands in street {2}. " * 4
 
@@ -70,7 +71,6 @@ def test_a_copy_of_the_folder_of_a_disk_tier_is_the_same_tier(tiny_model: Path, 
     folder, other = write(tmp_path / "texts", 3), f"disk:{tmp_path}/other?quota=1GiB"
     warm(tiny_model, folder, "--chunk-tier", url)
     shutil.copytree(tmp_path / "tier", tmp_path / "other")
-    assert run("cache", "verify", other).exit_code == 0
     assert warm(tiny_model, folder, "--chunk-tier", other)["skipped"] == 3
 
 
@@ -124,7 +124,6 @@ def test_a_small_pool_is_enough_for_a_large_folder(tiny_model: Path, tmp_path: P
     done = warm(tiny_model, folder, "--chunk-tier", url, "--chunk-cache-size", "300KiB")
     assert (done["computed"], done["not_stored"], done["failed"]) == (40, 0, 0)
     assert len(files(tmp_path / "tier")) == 40
-    assert run("cache", "verify", url).exit_code == 0
 
 
 def test_long_documents_are_parts_and_equal_ones_are_one(tiny_model: Path, tmp_path: Path, url: str) -> None:
@@ -156,8 +155,8 @@ def test_patterns_choose_files_in_sub_folders(tiny_model: Path, tmp_path: Path, 
     (tmp_path / "texts" / ".hidden").mkdir()
     (tmp_path / "texts" / ".hidden" / "page.html").write_text("Hidden.")
     assert warm(tiny_model, tmp_path / "texts", "--chunk-tier", url, "--glob", "**/*.html")["documents"] == 1
-    line = json.loads(run("cache", "ls", url, "--json").stdout)
-    assert line["names"] == ["deep/er/page"]
+    (entry,) = files(tmp_path / "tier")
+    assert read_header(entry.read_bytes()).names == ("deep/er/page",)
     for pattern, said in {
         "../*.txt": "leads out of",
         "/*.txt": "leads out of",
@@ -198,7 +197,40 @@ def test_entries_that_could_not_be_used_are_computed_again(tiny_model: Path, tmp
     assert warm(tiny_model, folder, "--chunk-tier", url, **secret)["skipped"] == 2
     result = run("warm", tiny_model, folder, "--chunk-tier", url)  # forgotten, more likely than meant
     assert result.exit_code == 2 and "KVMOSAIC_CHUNK_SECRET is not set" in result.stderr
-    assert run("cache", "verify", url, **secret).exit_code == 0
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_secret_that_is_none_is_named_with_its_variable(secret: str, tiny_model: Path, notes: Path, url: str) -> None:
+    result = run("warm", tiny_model, notes, "--chunk-tier", url, KVMOSAIC_CHUNK_SECRET=secret)
+    assert result.exit_code == 2
+    assert f"KVMOSAIC_CHUNK_SECRET has {len(secret)} characters; give it 8 to 1024" in result.stderr
+
+
+def test_damaged_entries_are_computed_again_and_large_ones_not_read(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    folder, place = write(tmp_path / "texts", 5), tmp_path / "tier"
+    warm(tiny_model, folder, "--chunk-tier", url)
+    good = {path: path.read_bytes() for path in files(place)}
+    flipped, grown, cut, swapped, _ = good
+    flipped.write_bytes(good[flipped][:-1] + bytes([good[flipped][-1] ^ 1]))
+    os.truncate(grown, 2**34)
+    cut.write_bytes(good[cut][:-64])
+    swapped.write_bytes(good[flipped])
+    done = warm(tiny_model, folder, "--chunk-tier", url)
+    assert (done["computed"], done["skipped"]) == (4, 1)
+    assert warm(tiny_model, folder, "--chunk-tier", url)["skipped"] == 5
+    assert {path.stat().st_size for path in good} == {len(data) for data in good.values()}
+
+
+def test_run_and_check_use_tiers(tiny_model: Path, tmp_path: Path, url: str) -> None:
+    tiers, folder = ("--chunk-tier", url, "--chunk-codec", "int8"), write(tmp_path / "texts", 3)
+    asked = ("run", tiny_model, "--documents", folder, "-q", "Where?", "--max-tokens", "2", "--json", *ONE_COPY)
+    assert run(*asked, *tiers).exit_code == 0
+    assert [read_header(path.read_bytes()).codec for path in files(tmp_path / "tier")] == ["int8"] * 3
+    result = run("check", tiny_model, *tiers, COLUMNS="200")
+    assert result.exit_code == 0 and "came back" in result.stdout and len(files(tmp_path / "tier")) == 3
+    result = run("check", tiny_model, "--chunk-tier", "redis://localhost:1/0")
+    assert result.exit_code == 1 and "fails" in result.stdout
+    assert "no tier of kind" in run("check", tiny_model, "--chunk-tier", "tape:0").stderr
 
 
 def test_a_quota_that_is_too_small_is_told(tiny_model: Path, tmp_path: Path) -> None:
@@ -257,4 +289,3 @@ def test_what_is_interrupted_goes_on_where_it_was(
         assert told["interrupted"] and told["computed"] == stored and told["left"] == 160 - stored
     done = warm(tiny_model, folder, "--chunk-tier", url)
     assert (done["skipped"], done["computed"], done["not_stored"]) == (stored, 160 - stored, 0)
-    assert run("cache", "verify", url).exit_code == 0

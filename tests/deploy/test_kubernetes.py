@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvmosaic.server.middleware.authentication import OPEN_PATHS
+from kvmosaic.server.middleware import OPEN_PATHS
 from kvmosaic.server.process.listener import CLOSING_SECONDS
 from kvmosaic.server.read import read_settings
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings

@@ -14,7 +14,7 @@ from support.cpu_time import least_cpu_seconds
 from support.target import slowness
 
 from kvmosaic.documents import DocumentDraft, DocumentStore
-from kvmosaic.documents.text_index import ANCHOR_CHARACTERS, MAX_SAME_ANCHOR, TextIndex
+from kvmosaic.documents.rows import ANCHOR_CHARACTERS, MAX_SAME_ANCHOR, TextIndex
 
 WORDS = ["tower ", "bridge ", "mill ", "Ürzig ", "of ", "the ", "\N{GRINNING FACE} ", "a", "aa"]
 texts = st.lists(st.sampled_from(WORDS), min_size=8, max_size=24).map("".join)

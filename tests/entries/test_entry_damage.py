@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from kvmosaic.entries import num_file_header_bytes, read_header
+from kvmosaic.entries import read_header
+from kvmosaic.entries.verification import num_file_header_bytes
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
 from kvmosaic.layers import LayerGeometry
 

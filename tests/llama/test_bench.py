@@ -1,4 +1,4 @@
-"""`kvmosaic bench` with a GGUF file: our engine in llama.cpp beside llama.cpp's own server."""
+"""`kvmosaic bench` with a GGUF file, and llama.cpp's own server beside it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.llama_engine import reader_file
-from typer.testing import CliRunner
 
-from kvmosaic.bench.peers.outside import llama_server_peer
-from kvmosaic.cli import app
 from kvmosaic.errors import EngineError
 from kvmosaic.prompt import Prompt
 
@@ -21,7 +18,14 @@ def needs_server() -> None:
     pytest.importorskip("xllamacpp")
 
 
+@pytest.fixture(autouse=True)
+def checkout_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+
+
 def test_the_server_answers_prompts_and_reuses_beginnings() -> None:
+    from benchmarks.engines import llama_server_peer
+
     peer = llama_server_peer(Path(sys.executable), reader_file("Q8_0"), "Q8_0", threads=1, max_tokens=256)
     try:
         assert "xllamacpp" in peer.version
@@ -40,16 +44,11 @@ def test_the_server_answers_prompts_and_reuses_beginnings() -> None:
 
 def test_a_file_is_measured_in_its_own_numbers_and_dequantized(tmp_path: Path) -> None:
     options = ["--quick", "--workload", "permuted", "--workload", "plain", "--rounds", "1", "--num-threads", "1"]
-    engines = ["--engine", "on", "--engine", "llama-server", "--dtype", "auto", "--dtype", "float32"]
-    result = CliRunner().invoke(app, ["bench", str(reader_file("Q8_0")), *options, *engines, "-o", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    from benchmarks.engines import main
+
+    main([str(reader_file("Q8_0")), *options, "--dtype", "auto", "--dtype", "float32", "-o", str(tmp_path)])
     report = json.loads(next(tmp_path.glob("*.json")).read_text())
     rows = {(row["workload"], row["peer"], row["dtype"]) for row in report["rows"]}
     assert {("permuted", "kvmosaic", "Q8_0"), ("permuted", "llama.cpp server", "Q8_0")} < rows
     assert ("plain-8", "kvmosaic", "float32") in rows and ("plain-8", "llama.cpp server", "float32") not in rows
     assert all(row["cpu_seconds"] for row in report["rows"])
-
-
-def test_a_missing_server_is_refused() -> None:
-    result = CliRunner().invoke(app, ["bench", str(reader_file("Q8_0")), "--llama-server", "/nowhere/llama-server"])
-    assert result.exit_code == 2 and "--llama-server takes a llama-server" in result.output

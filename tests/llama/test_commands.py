@@ -108,7 +108,6 @@ def test_tiers_that_warm_filled_are_read_and_verified(tmp_path: Path) -> None:
     asked = ("run", path, *asked, "--max-tokens", 1)
     assert "from tiers" not in run(*asked).output, "a cache of another type is another one"
     assert "(2 from tiers)" in run(*asked, "--kv-cache-dtype", "q8_0").output
-    assert "0 damaged" in run("cache", "verify", tier).output
 
 
 def test_answers_are_sampled_as_the_file_says(tmp_path: Path) -> None:

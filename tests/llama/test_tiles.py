@@ -10,7 +10,7 @@ from support.engine_conformance import CASES, Reference, each_case, run_case
 from support.llama_engine import llama_engine, llama_reader
 
 from kvmosaic.llama import runner
-from kvmosaic.llama.tiles import TILE, Part, RowCost, is_shorter_apart, num_padding, row_cost
+from kvmosaic.llama.views import TILE, Part, RowCost, is_shorter_apart, num_padding, row_cost
 
 SMOLLM2 = row_cost(135_000_000, "Q4_1", 2 * 30 * 9 * 64)
 SMOLLM2_Q8 = row_cost(135_000_000, "Q8_0", 2 * 30 * 9 * 64)

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.found_documents import DocumentFinder
+from kvmosaic.prompt.found_documents import DocumentFinder, PlacedDocuments, content_key, placed_content
 from kvmosaic.prompt.patterns import OwnPattern
-from kvmosaic.prompt.placed_documents import PlacedDocuments, content_key, placed_content
 
 texts = st.text("ab \n", max_size=6)
 documents = st.builds(Document, st.text("ab \n", max_size=6).map(lambda text: f"x{text}y"), st.none() | st.just("T"))

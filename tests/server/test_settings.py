@@ -261,11 +261,6 @@ def test_secret_of_the_tiers_is_a_variable_only(monkeypatch: pytest.MonkeyPatch,
         read_settings()
 
 
-def test_variables_of_the_bench_do_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVMOSAIC_BENCH_VLLM_PYTHON", "/usr/bin/python3")
-    assert read_settings().model == "reader"
-
-
 def test_passwords_and_the_secret_of_tiers_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMOSAIC_CHUNK_SECRET", SECRET)
     settings = read_settings({"chunk_tier": [f"redis://user:{SECRET}@cache:6379/0"]})

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.server import RunningServer
 
-from kvmosaic.api.validation_message import ValidationMessage, validation_message
+from kvmosaic.api.errors import ValidationMessage, validation_message
 from kvmosaic.prompt.document import ID_RULE
 
 CHAT = "/v1/chat/completions"

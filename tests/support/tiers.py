@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvmosaic.cache import Key
 from kvmosaic.errors import TierError, TierUnavailable
-from kvmosaic.tiers import Deadline, Entry, EntryInfo, TierStat
+from kvmosaic.tiers import Deadline, Entry, TierStat
 
 GATE_SECONDS = 120.0
 
@@ -84,9 +84,6 @@ class TroubledTier:
         self._call("quarantine", [key])
         self.entries.pop(key, None)
         self.aside[key] = reason
-
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        return iter([EntryInfo(key, len(entry), 0.0) for key, entry in self.entries.items()])
 
     def stat(self) -> TierStat:
         num_bytes = sum(map(len, self.entries.values()))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiers.conformance import is_marked, marked
+from tiers.conformance import is_marked, listed, marked
 from tiers.faulty_files import FaultyFiles
 
 from kvmosaic.cache.keys import Key
@@ -55,7 +55,7 @@ def act(tier: DiskTier, choose: random.Random, version: int, log: int) -> None:
         case "quarantine":
             tier.quarantine(key, "a test", deadline)
         case "scan":
-            list(tier.scan(deadline))
+            listed(tier)
     os.write(log, json.dumps(["end", *words]).encode() + b"\n")
 
 
@@ -99,8 +99,9 @@ def check(folder: Path, before: Twin, log: bytes, done: Counter[str]) -> Twin:
     tier = DiskTier(folder, QUOTA, durable=False)
     assert not drafts_in(folder), "drafts of a dead writer"
     tier.check_invariants()
-    order = sorted(tier.scan(Deadline()), key=lambda info: info.last_used)
-    found = tier.get_many([info.key for info in order], Deadline())
+    facts = listed(tier)
+    order = sorted(facts, key=lambda key: facts[key].last_used)
+    found = tier.get_many(order, Deadline())
     stat = tier.stat()
     assert (stat.num_entries, stat.num_bytes) == (len(found), sum(map(len, found.values())))
     assert stat.num_bytes <= QUOTA
@@ -108,7 +109,7 @@ def check(folder: Path, before: Twin, log: bytes, done: Counter[str]) -> Twin:
         allowed = [twin.get(key), after.get(key), *uncertain.get(key, []), *([None] if key in uncertain else [])]
         assert found.get(key) in allowed, f"{key.hex()}: lost or wrong after {under_way and under_way[0]}"
     assert found.keys() <= set(KEYS)
-    return OrderedDict((info.key, bytes(found[info.key])) for info in order)
+    return OrderedDict((key, bytes(found[key])) for key in order)
 
 
 def fault_of(choose: random.Random) -> tuple[FaultyFiles | None, float]:
@@ -181,7 +182,7 @@ def work(folder: Path, seed: int) -> None:
             case 6:
                 choose.choice([tier.delete_many, tier.exists_many, tier.touch])([key], Deadline())
             case 7:
-                tier.quarantine(key, "a test", Deadline()) if choose.random() < 0.2 else list(tier.scan(Deadline()))
+                tier.quarantine(key, "a test", Deadline()) if choose.random() < 0.2 else listed(tier)
         tier.check_invariants()
 
 

@@ -38,7 +38,6 @@ def ask_all(tier: Tier) -> list[object]:
         lambda: tier.get_many([KEY], Deadline(1)),
         lambda: tier.exists_many([KEY], Deadline(1)),
         lambda: tier.touch([KEY], Deadline(1)),
-        lambda: list(tier.scan(Deadline(1))),
         lambda: tier.quarantine(KEY, "because", Deadline(1)),
         lambda: tier.delete_many([KEY], Deadline(1)),
     ]
@@ -127,7 +126,7 @@ def test_open_breaker_asks_nothing_and_says_why() -> None:
             call([KEY], Deadline(1))
     assert all(isinstance(answer, TierUnavailable) and "the cable is out" in str(answer) for answer in ask_all(breaker))
     assert len(tier.calls) == 2
-    assert breaker.reads.skipped + breaker.writes.skipped == 7
+    assert breaker.reads.skipped + breaker.writes.skipped == 6
     assert breaker.reads.reason == breaker.writes.reason == "the cable is out"
 
 
@@ -144,22 +143,6 @@ def test_a_call_that_its_deadline_ends_counts_as_failed_unless_it_was_short() ->
     slow(5.0, 10.0)
     assert not breaker.is_open
     slow(0.5, 0.4)
-    assert breaker.is_open
-
-
-def test_a_failure_while_scanning_opens() -> None:
-    class Broken(TroubledTier):
-        def scan(self, deadline: Deadline):  # type: ignore[no-untyped-def]
-            yield from super().scan(deadline)
-            raise TierUnavailable("half way")
-
-    tier = Broken()
-    tier.entries[KEY] = b"entry"
-    breaker = Breaker(tier, in_background=False)
-    infos = breaker.scan(Deadline(1))
-    assert next(infos).key == KEY
-    with pytest.raises(TierUnavailable, match="half way"):
-        next(infos)
     assert breaker.is_open
 
 
@@ -260,9 +243,9 @@ def test_a_tier_that_cannot_be_written_is_read_and_the_other_way_round() -> None
         for _ in range(2):
             answers = ask_all(breaker)
             assert [isinstance(answer, TierUnavailable) for answer in answers] == (
-                [True, False, False, True, False, True, True]
+                [True, False, False, True, True, True]
                 if failing is writing
-                else [False, True, True, False, True, False, False]
+                else [False, True, True, False, False, False]
             )
         failed, other = (breaker.writes, breaker.reads) if failing is writing else (breaker.reads, breaker.writes)
         assert failed.is_open and failed.opened == 1 and failed.reason == "not this way"

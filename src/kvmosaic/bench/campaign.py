@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
 from kvmosaic.bench.models import Limits, TokenCost, measure_limits, open_subject
-from kvmosaic.bench.peers.peer import Peer
-from kvmosaic.bench.peers.startup import PeerOptions, open_peers
+from kvmosaic.bench.peers import Peer, PeerOptions, open_peers
 from kvmosaic.bench.report import BenchReport, save_plots
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes

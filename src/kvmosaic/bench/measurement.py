@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmosaic.bench.peers.peer import BatchTimes, Peer
+from kvmosaic.bench.peers import BatchTimes, Peer
 from kvmosaic.bench.workloads import Workload
 
 Progress = Callable[[str], None]

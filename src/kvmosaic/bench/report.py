@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvmosaic.bench.measurement import BenchRow, Spread
 from kvmosaic.bench.models import Limits, TokenCost
-from kvmosaic.bench.peers.peer import OFF, OWN
+from kvmosaic.bench.peers import OFF, OWN
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.console.text import duration_text, markdown_table, printable, size_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 import typer
 
 from kvmosaic.config import LLMConfig, Setting, Unset, flag_of, setting_named
+from kvmosaic.config.llm import MAX_SECRET_CHARACTERS, MIN_SECRET_CHARACTERS, is_secret_text
+from kvmosaic.errors import InvalidConfig
 from kvmosaic.layout.strategies import describe_strategies, strategy_names
 from kvmosaic.model.formats import model_help
 
@@ -24,6 +27,24 @@ if TYPE_CHECKING:
     from kvmosaic.console.warm_folder import Warming
     from kvmosaic.llm import LLM
     from kvmosaic.sampling import SamplingParams
+
+
+SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
+
+
+def tier_secret() -> str | None:
+    """Returns the secret of the tiers from the environment; an argument would be visible to other users.
+
+    Raises:
+        InvalidConfig: it cannot be one.
+    """
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is not None and not is_secret_text(secret):
+        raise InvalidConfig(
+            f"the secret in the environment variable {SECRET_VARIABLE} has {len(secret):,} characters; give it "
+            f"{MIN_SECRET_CHARACTERS} to {MAX_SECRET_CHARACTERS}, or unset it to have none"
+        )
+    return secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +61,6 @@ class ModelOptions:
         Raises:
             InvalidConfig: one of them cannot work.
         """
-        from kvmosaic.console.cache_entries import secret_from
         from kvmosaic.tuned_settings import profile_choice
 
         tiers = tuple(self.values.get("chunk_tier") or ())
@@ -49,7 +69,7 @@ class ModelOptions:
                 **self.values,
                 "chunk_tier": tiers,
                 "adapter": tuple(self.values.get("adapter") or ()),
-                "chunk_secret": secret_from() if tiers else None,
+                "chunk_secret": tier_secret() if tiers else None,
                 "profile": profile_choice(self.values.get("profile", "auto")),
             }
         )
@@ -265,26 +285,14 @@ ChunkTiers = Annotated[list[str] | None, option("chunk_tier")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON: one object per line and prompt.")]
 
 AsFields = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Tier = Annotated[str, typer.Argument(metavar="TIER_URL", help="disk:FOLDER, redis://…, s3://… or another tier.")]
 TenantName = Annotated[
     str,
     typer.Option("--tenant", metavar="NAME", help="Whose prompts, on a server with several tenants. Default: the one."),
-]
-SecretVariable = Annotated[
-    str | None,
-    typer.Option(
-        "--secret-env",
-        metavar="NAME",
-        help="Variable with the tier's secret. Default: KVMOSAIC_CHUNK_SECRET, if set.",
-    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write JSON, Markdown and plots here.")
 ]
 AsReport = Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")]
-ServerURL = Annotated[
-    str, typer.Option("--url", metavar="URL", help="Where the server is, with its --root-path if it has one.")
-]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=0.1, max=86_400, help="Longest wait for an answer, in seconds.")
 ]

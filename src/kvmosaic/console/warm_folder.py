@@ -18,12 +18,11 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.cache_entries import CALL_SECONDS, SECRET_VARIABLE, claims_of, seal_from, whole_entry
 from kvmosaic.console.folder import find_documents, read_document
-from kvmosaic.console.options import ModelOptions, open_llm
+from kvmosaic.console.options import SECRET_VARIABLE, ModelOptions, open_llm, tier_secret
 from kvmosaic.console.warm_report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.entries import Checksum, check_entry
-from kvmosaic.entries.verification import NO_LABEL
+from kvmosaic.entries.verification import MAX_PREAMBLE_BYTES, NO_LABEL
 from kvmosaic.errors import (
     CacheError,
     ChunkCacheOff,
@@ -31,10 +30,10 @@ from kvmosaic.errors import (
     InvalidDocument,
     InvalidEntry,
     InvalidPrompt,
+    OtherSecret,
     RequestTooLarge,
 )
-from kvmosaic.tiers import Deadline, Tier
-from kvmosaic.tiers.breaker import Breaker, Peeking
+from kvmosaic.tiers import Deadline, Entry, Tier
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
@@ -129,7 +128,7 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         raise InvalidConfig(
             "warmed documents are kept in tiers; give --chunk-tier 'disk:/var/cache/kvmosaic?quota=10GiB'"
         )
-    system, seal = warming.system_text(), seal_from(None)
+    system, seal = warming.system_text(), Checksum(tier_secret())
     paths = find_documents(warming.folder, warming.pattern, MAX_DOCUMENTS)
     with closing(open_llm(opening, notices)) as llm:
         if not llm.has_chunk_cache:
@@ -269,6 +268,8 @@ def _leave(bar: WarmingBar, notices: Console) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
+CALL_SECONDS = 60.0
+"""Timeout of one call to a tier; no request waits for it."""
 _AT_ONCE = 256
 _LOOK_SECONDS = 0.2
 
@@ -286,6 +287,9 @@ class StoredKeys:
         self._codecs = ("none", llm.tier_config.chunk_codec)
         self._seal = seal
         self._max_pending = parse_bytes(llm.tier_config.chunk_pending)
+        pool = llm.engine.kv_cache.chunk_pool
+        self._max_bytes = pool.num_blocks * pool.block_size * llm.model.bytes_per_token() + MAX_PREAMBLE_BYTES
+        """Of an entry whose chunk fits into the pool."""
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -295,8 +299,8 @@ class StoredKeys:
     def find(self, keys: Collection[Key]) -> set[Key]:
         """Returns the keys of which every tier has a usable entry; entries that only some tiers have are copied.
 
-        An entry that could not be used here (of another secret, or with numbers that are rounded more) is removed, so
-        that the chunk can be stored again.
+        Every byte is checked. An entry that cannot be used here (damaged, of another secret, or with numbers that are
+        rounded more) is removed, so that the chunk can be stored again.
 
         Raises:
             InvalidConfig: there is a secret, and none was given. TierError: a tier fails.
@@ -338,43 +342,32 @@ class StoredKeys:
 
     def _usable(self, tier: Tier, keys: Collection[Key]) -> set[Key]:
         there = tier.exists_many(keys, Deadline(CALL_SECONDS))
-        behind = tier.tier if isinstance(tier, Breaker) else tier
-        if not isinstance(behind, Peeking):  # reading each entry in full would cost too much
-            return there
-        useless = {key for key in there if not self._is_usable(tier, key)}
+        useless = {key for key in there if self._entry(tier, key) is None}
         tier.delete_many(useless, Deadline(CALL_SECONDS))
         return there - useless
 
-    def _is_usable(self, tier: Tier, key: Key) -> bool:
+    def _entry(self, tier: Tier, key: Key) -> Entry | None:
+        """An entry that can be used here."""
         try:
-            claims = claims_of(tier, key)
+            entry = tier.get_many([key], Deadline(CALL_SECONDS), max_bytes=self._max_bytes).get(key)
+            header = None if entry is None else check_entry(entry, key, self._seal)
+        except OtherSecret as error:
+            if self._seal.label == NO_LABEL:
+                raise InvalidConfig(
+                    f"the {tier.name} tier has entries that are sealed with a secret, and {SECRET_VARIABLE} is not "
+                    "set; set it, or give another place"
+                ) from error
+            return None
         except InvalidEntry:
-            return False
-        if claims is None:
-            return False
-        if self._seal.label == NO_LABEL != claims.label:
-            raise InvalidConfig(
-                f"the {tier.name} tier has entries that are sealed with a secret, and {SECRET_VARIABLE} is not set; "
-                "set it, or give another place"
-            )
-        return claims.header.key == key and claims.header.codec in self._codecs and claims.label == self._seal.label
+            return None
+        return entry if header is not None and header.codec in self._codecs else None
 
     def _copy(self, key: Key, found: Sequence[set[Key]]) -> None:
-        """Copies an entry to the tiers without it; a bad one is computed again."""
+        """Copies an entry to the tiers without it."""
         if all(key in there for there in found):
             return
-        for tier, there in zip(self.tiers, found, strict=True):
-            if key not in there:
-                continue
-            try:
-                if (entry := whole_entry(tier, key)) is None:
-                    continue
-                check_entry(entry, key, self._seal)
-            except InvalidEntry:
-                tier.delete_many([key], Deadline(CALL_SECONDS))
-                there.discard(key)
-                continue
+        source = next(tier for tier, there in zip(self.tiers, found, strict=True) if key in there)
+        if (entry := self._entry(source, key)) is not None:
             for other, lacking in zip(self.tiers, found, strict=True):
                 if key not in lacking:
                     lacking |= other.put_many({key: entry}, Deadline(CALL_SECONDS))
-            return

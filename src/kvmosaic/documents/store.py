@@ -27,6 +27,7 @@ from kvmosaic.documents.rows import (
     WHOLE_BY_ID,
     WHOLE_CHANGED,
     AnyRow,
+    TextIndex,
     content_of,
     document_of,
     is_one,
@@ -45,7 +46,6 @@ from kvmosaic.documents.stored import (
     label_in,
     label_of,
 )
-from kvmosaic.documents.text_index import TextIndex
 from kvmosaic.errors import (
     DocumentChanged,
     DocumentDamaged,

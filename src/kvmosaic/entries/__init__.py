@@ -19,16 +19,11 @@ if TYPE_CHECKING:
     from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader
     from kvmosaic.entries.verification import (
         Checksum,
-        ClaimedHeader,
         check_entry,
-        num_claimed_bytes,
-        num_file_header_bytes,
-        read_claimed_header,
     )
 
 __all__ = [
     "Checksum",
-    "ClaimedHeader",
     "CodecName",
     "DecodedEntry",
     "DtypeName",
@@ -39,24 +34,17 @@ __all__ = [
     "choose_codec",
     "decode_entry",
     "encode_entry",
-    "num_claimed_bytes",
-    "num_file_header_bytes",
-    "read_claimed_header",
     "read_header",
 ]
 
-# Names are imported on first use: headers are read without torch, by `kvmosaic cache` for instance.
+# Names are imported on first use: headers are read without torch.
 _HOMES = {
     "codec": ("choose_codec",),
     "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
     "header": ("CodecName", "DtypeName", "EntryHeader"),
     "verification": (
         "Checksum",
-        "ClaimedHeader",
         "check_entry",
-        "num_claimed_bytes",
-        "num_file_header_bytes",
-        "read_claimed_header",
     ),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -157,7 +157,7 @@ def num_file_header_bytes(start: Bytes) -> int:
 
 
 def read_claimed_header(start: Bytes) -> ClaimedHeader:
-    """Reads the header of an entry; `start` contains at least the header. Unverified: for listings only.
+    """Reads the header of an entry; `start` contains at least the header. Unverified.
 
     Raises:
         ForeignEntry: another version of the format.
@@ -177,24 +177,6 @@ def read_claimed_header(start: Bytes) -> ClaimedHeader:
     if not isinstance(digest, str) or not isinstance(label, str):
         raise unreadable("no checksum")
     return ClaimedHeader(from_texts(metadata), digest, label, table)
-
-
-def num_claimed_bytes(start: Bytes) -> int:
-    """Claimed size of a whole entry; `start` contains at least `num_file_header_bytes` of it.
-
-    An entry of another size is damaged, and need not be read further.
-
-    Raises:
-        ForeignEntry: another version of the format.
-        DamagedEntry: not the start of an entry.
-    """
-    ends = []
-    for place in read_claimed_header(start).table.values():
-        offsets = place.get("data_offsets") if isinstance(place, dict) else None
-        if not isinstance(offsets, list) or len(offsets) != 2 or any(type(number) is not int for number in offsets):
-            raise unreadable("a tensor without a place")
-        ends.append(offsets[1])
-    return num_file_header_bytes(start) + max(ends, default=0)
 
 
 def check_entry(entry: Bytes, key: Key, seal: Checksum) -> EntryHeader:

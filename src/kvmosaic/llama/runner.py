@@ -20,8 +20,20 @@ from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
-from kvmosaic.llama.tiles import TILE, TILED_TYPES, Part, is_shorter_apart, num_padding, row_cost
-from kvmosaic.llama.views import NUM_SEQUENCES, UNLIMITED, SequenceView, SlotRun, Target, spans_of
+from kvmosaic.llama.views import (
+    NUM_SEQUENCES,
+    TILE,
+    TILED_TYPES,
+    UNLIMITED,
+    Part,
+    SequenceView,
+    SlotRun,
+    Target,
+    is_shorter_apart,
+    num_padding,
+    row_cost,
+    spans_of,
+)
 from kvmosaic.model.runner import SpanRows
 
 _SPARE_CELLS = 1

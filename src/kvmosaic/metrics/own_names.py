@@ -63,7 +63,7 @@ POOL_BLOCKS = _family(
 POOL_BYTES = _family("pool_bytes", "gauge", "The same in bytes.", "pool", "tier", "state")
 POOL_SHARED_BLOCKS = _family("pool_shared_blocks", "gauge", "Blocks with more than one reference.", "pool", "tier")
 
-TIER_ENTRIES = _family("tier_entries", "gauge", "Chunks in a tier; of a shared one, when last seen.", "tier")
+TIER_ENTRIES = _family("tier_entries", "gauge", "Chunks in a host or disk tier.", "tier")
 TIER_BYTES = _family("tier_bytes", "gauge", "Bytes of these entries.", "tier")
 TIER_QUOTA = _family("tier_quota_bytes", "gauge", "Quota of a tier, if it has one.", "tier")
 TIER_UP = _family("tier_up", "gauge", "1 while a tier is read; 0 while its breaker is open.", "tier")

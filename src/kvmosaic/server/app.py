@@ -19,9 +19,13 @@ from kvmosaic.server.dashboard.feed import Feed
 from kvmosaic.server.documents.served import ServerDocuments
 from kvmosaic.server.generation.prompts import PromptSources
 from kvmosaic.server.metrics import prometheus
-from kvmosaic.server.middleware.access_log import AccessLogMiddleware, ResponseHeadersMiddleware
-from kvmosaic.server.middleware.authentication import OPEN_PATHS, AuthenticationMiddleware
-from kvmosaic.server.middleware.tracing import TracingMiddleware
+from kvmosaic.server.middleware import (
+    OPEN_PATHS,
+    AccessLogMiddleware,
+    AuthenticationMiddleware,
+    ResponseHeadersMiddleware,
+    TracingMiddleware,
+)
 from kvmosaic.server.services import Services
 from kvmosaic.web import documents, files
 from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from kvmosaic.errors import KVMosaicError
-from kvmosaic.server.middleware.startup import StartupMiddleware
+from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
-from kvmosaic.server.process.heap import trimmed_heap
-from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for
+from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for, trimmed_heap
 from kvmosaic.server.process.logs import set_up_logs
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings

@@ -61,8 +61,6 @@ def _check_environment() -> None:
     elsewhere = ("attention", "cpu_isa")  # read when a model is loaded
     known = [variable_of(name) for name in (*ServerSettings.model_fields, *elsewhere)]
     for variable in os.environ:
-        if variable.upper().startswith(f"{ENV_PREFIX}BENCH_"):  # read by `kvmosaic bench`
-            continue
         if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
             raise InvalidConfig(f"no setting is called {variable}{nearest(variable.upper(), known)}")
 

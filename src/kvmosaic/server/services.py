@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvmosaic.engine import AsyncEngine, Engine
     from kvmosaic.llm import LLM
     from kvmosaic.server.metrics.prometheus import ServerMetrics
-    from kvmosaic.server.tracing.export import Tracing
+    from kvmosaic.server.tracing import Tracing
 
 NUM_FILE_THREADS = 2
 """Maximum number of uploaded files read at once, one of them of a single tenant."""
@@ -171,7 +171,7 @@ def _apply_tenants(engine: Engine, tenants: Sequence[Tenant], gone: Iterable[str
 def _open_tracing(settings: ServerSettings, llm: LLM, exporter: SpanExporter | None) -> Tracing | None:
     if settings.otlp_traces_endpoint is None:
         return None
-    from kvmosaic.server.tracing.export import Tracing  # imports OpenTelemetry
+    from kvmosaic.server.tracing import Tracing  # imports OpenTelemetry
 
     clock = llm.engine.clock
     return Tracing(settings.otlp_traces_endpoint, settings.model_names[0], clock, exporter=exporter)

@@ -4,7 +4,7 @@ from kvmosaic.tiers.disk.tier import DiskTier
 from kvmosaic.tiers.fetch import Fetch, Rank, TieredStoreStats
 from kvmosaic.tiers.fetch_policy import ComputeCost, FetchPolicy, LoadCost
 from kvmosaic.tiers.host import HostTier
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Deadline, Entry, EntryInfo, Tier, TierStat
+from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Deadline, Entry, Tier, TierStat
 from kvmosaic.tiers.tiered_store import TieredStore
 from kvmosaic.tiers.url import TierSpec, open_tier, open_tiers, parse_tier_url
 
@@ -15,7 +15,6 @@ __all__ = [
     "Deadline",
     "DiskTier",
     "Entry",
-    "EntryInfo",
     "Fetch",
     "FetchPolicy",
     "HostTier",

@@ -1,4 +1,4 @@
-"""Circuit breaker of a tier: fails calls fast while the tier fails, and probes it in the background; peeks past it."""
+"""Circuit breaker of a tier: fails calls fast while the tier fails, and probes it in the background."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError, TierFull, TierUnavailable
-from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, Deadline, Entry, EntryInfo, Notices, Tier, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, Notices, Tier, TierStat
 
 logger = logging.getLogger("kvmosaic")
 
@@ -120,7 +120,7 @@ class Circuit:
 class Breaker:
     """A tier that fails fast, with `TierUnavailable`, while the wrapped tier is known to fail.
 
-        get, exists, scan               ──▶ reads, probed by `exists` of one key         ──▶ tier
+        get, exists                     ──▶ reads, probed by `exists` of one key         ──▶ tier
         put, delete, touch, quarantine  ──▶ writes, probed by `put` of an empty entry    ──▶ tier
 
     A call that fails opens its circuit, and a probe that succeeds closes it. The two are apart, so that a disk that
@@ -185,12 +185,6 @@ class Breaker:
         """See `Tier.quarantine`."""
         self.writes.guard(lambda: self.tier.quarantine(key, reason, deadline), deadline)
 
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`. A slow reader is no failure."""
-        infos = self.reads.guard(lambda: self.tier.scan(deadline), Deadline())
-        while (info := self.reads.guard(lambda: next(infos, None), Deadline())) is not None:
-            yield info
-
     def stat(self) -> TierStat:
         """See `Tier.stat`."""
         return self.tier.stat()
@@ -209,28 +203,3 @@ class Breaker:
         self.tier.put_many({_PROBED: b""}, deadline)
         with contextlib.suppress(TierError):
             self.tier.delete_many([_PROBED], deadline)
-
-
-@runtime_checkable
-class Peeking(Protocol):
-    """A tier that can read the start of an entry."""
-
-    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
-        """The first bytes of an entry, fewer if it has fewer; None if it is absent. Not a use, not verified.
-
-        Raises:
-            TierUnavailable: the place fails.
-        """
-        ...
-
-
-def peek(tier: Tier, key: Key, num_bytes: int = MAX_ENTRY_BYTES, *, deadline: Deadline) -> Entry | None:
-    """The first bytes of an entry; a tier that cannot peek reads all of it, which counts as a use.
-
-    Raises:
-        TierUnavailable: the place fails.
-    """
-    tier = tier.tier if isinstance(tier, Breaker) else tier
-    if isinstance(tier, Peeking):
-        return tier.peek(key, num_bytes, deadline)
-    return tier.get_many([key], deadline).get(key)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.errors import TierFull, TierUnavailable
 from kvmosaic.eviction import EvictionPolicy
 from kvmosaic.tiers.entry_index import EntryIndex
-from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat, check_size
+from kvmosaic.tiers.tier import Deadline, Entry, TierCounters, TierStat, check_size
 
 Allocate = Callable[[int], memoryview]
 """Allocates memory of so many bytes, which lives as long as the view: pinned memory, for copies to a GPU."""
@@ -106,16 +106,6 @@ class HostTier:
         with self._lock:
             is_gone = self._drop(key)
         self._tally.count(quarantined=is_gone)
-
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`."""
-        with self._lock:
-            entries = [(key, self._index.get(key)) for key in self._index]
-        for key, entry in entries:
-            if deadline.has_passed:
-                return
-            if entry is not None:
-                yield EntryInfo(key, entry.num_bytes, entry.last_used / 1e9)
 
     def stat(self) -> TierStat:
         """See `Tier.stat`."""

@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -20,10 +20,8 @@ from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.settings import ObjectSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
-    MAX_KEY_BYTES,
     Deadline,
     Entry,
-    EntryInfo,
     Notices,
     TierCounters,
     TierStat,
@@ -39,7 +37,6 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger("kvmosaic")
 
-_NAME = re.compile(rf"([0-9a-f]{{2}})/((?:[0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}})\.safetensors")
 _IN_THE_WAY = re.compile(rf"\(os error ({errno.ENOTDIR}|{errno.EISDIR}|{errno.ELOOP})\)")
 _PART_BYTES = 2**24
 _LETTING_GO_SECONDS = 0.05
@@ -97,7 +94,6 @@ class ObjectTier:
                 return
             if isinstance(self._store, MemoryStore):
                 view = memoryview(bytes(view))  # avoids a reference to the caller's buffer
-            before = await self._size(key)
             is_large = len(view) > _PART_BYTES
             with self._absence_allowed(key):
                 await obstore.put_async(
@@ -105,7 +101,6 @@ class ObjectTier:
                 )
                 stored.add(key)
                 self._tally.count(puts=1, put_bytes=len(view))
-                self._tally.settle(before is None, len(view) - (before or 0))
 
         self._for_each(entries, put, deadline)
         return stored
@@ -136,7 +131,8 @@ class ObjectTier:
         found: set[Key] = set()
 
         async def look(key: Key) -> None:
-            if await self._size(key) is not None:
+            with self._absence_allowed(key):
+                await obstore.head_async(self._store, _path(key))
                 found.add(key)
 
         self._for_each(keys, look, deadline)
@@ -147,13 +143,10 @@ class ObjectTier:
         gone: set[Key] = set()
 
         async def delete(key: Key) -> None:
-            size = await self._size(key)
-            if size is None:
-                return
             with self._absence_allowed(key):  # another client deleted it first
+                await obstore.head_async(self._store, _path(key))
                 await obstore.delete_async(self._store, _path(key))
                 gone.add(key)
-                self._tally.settle(-1, -size)
 
         self._for_each(keys, delete, deadline)
         return set(gone)
@@ -167,47 +160,9 @@ class ObjectTier:
             self._tally.count(quarantined=1)
             logger.warning("deleted entry %s from %s: %s", key.hex(), self._address, reason)
 
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`; `last_used` is the write time."""
-        stream = obstore.list(self._store, chunk_size=1000)
-
-        async def next_metas() -> Sequence[Any]:
-            try:
-                return await anext(stream)
-            except StopAsyncIteration:
-                return ()
-
-        num_entries = num_bytes = 0
-        while metas := self._run(next_metas, deadline):
-            for meta in metas:
-                match = _NAME.fullmatch(meta["path"])
-                if match is not None and match[2].startswith(match[1]):
-                    num_entries, num_bytes = num_entries + 1, num_bytes + meta["size"]
-                    yield EntryInfo(Key(bytes.fromhex(match[2])), meta["size"], meta["last_modified"].timestamp())
-        if metas is not None:
-            self._tally.level = num_entries, num_bytes
-
-    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
-        """See `Peeking.peek`."""
-        found: list[memoryview] = []
-
-        async def get(key: Key) -> None:
-            with self._absence_allowed(key):
-                size = await self._size(key)
-                if not size or not num_bytes:  # a store may reject an empty range
-                    found.extend([] if size is None else [memoryview(b"")])
-                    return
-                most = min(num_bytes, size)
-                result = await obstore.get_async(self._store, _path(key), options={"range": (0, most)})
-                if (entry := await _read(result, most)) is not None:
-                    found.append(entry)
-
-        self._for_each([key], get, deadline)
-        return found[0] if found else None
-
     def stat(self) -> TierStat:
-        """See `Tier.stat`: as of the last complete `scan`, plus later changes of this process."""
-        return TierStat(self.name, self._address, *self._tally.level, None, **self._tally.counts())
+        """See `Tier.stat`."""
+        return TierStat(self.name, self._address, None, None, None, **self._tally.counts())
 
     def close(self) -> None:
         """Stops the thread; in-flight requests are cancelled."""
@@ -228,11 +183,6 @@ class ObjectTier:
         self._loop.close()
         atexit.unregister(self.close)
         time.sleep(_LETTING_GO_SECONDS)
-
-    async def _size(self, key: Key) -> int | None:
-        with self._absence_allowed(key):
-            return int((await obstore.head_async(self._store, _path(key)))["size"])
-        return None
 
     @contextlib.contextmanager
     def _absence_allowed(self, key: Key) -> Iterator[None]:

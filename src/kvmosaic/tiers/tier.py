@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -39,17 +39,6 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryInfo:
-    """Metadata of an entry, known without reading it."""
-
-    key: Key
-    num_bytes: int
-    """Of the entry itself, without the overhead of a file system or server."""
-    last_used: float
-    """Seconds since the epoch; 0.0 if unknown."""
-
-
-@dataclass(frozen=True, slots=True)
 class TierStat:
     """A snapshot of a tier. Counters run since the tier was opened by this process."""
 
@@ -57,9 +46,9 @@ class TierStat:
     """`host`, `disk`, `redis`, …"""
     address: str
     """Its location, without passwords: a folder, a URL, or empty."""
-    num_entries: int
-    num_bytes: int
-    """Of all entries; exact for entries that only this process writes, else as of the last listing."""
+    num_entries: int | None
+    num_bytes: int | None
+    """Of all entries, as far as this process knows; None: the place counts them."""
     quota_bytes: int | None
     """Maximum bytes; None: no limit of its own."""
     hits: int = 0
@@ -161,14 +150,6 @@ class Tier(Protocol):
         """
         ...
 
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """All entries, in no particular order; entries added or removed meanwhile may be missing.
-
-        Raises:
-            TierUnavailable: the location fails; also while iterating.
-        """
-        ...
-
     def stat(self) -> TierStat:
         """Fill level and counters; never raises, never waits for the location."""
         ...
@@ -196,8 +177,6 @@ class TierCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.level = 0, 0
-        """Entries and bytes of a tier without an index: of its last listing, and later changes of this process."""
         self._counts = dict.fromkeys(
             ("hits", "misses", "puts", "put_bytes", "get_bytes", "evictions", "failures", "quarantined"), 0
         )
@@ -207,11 +186,6 @@ class TierCounters:
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
-
-    def settle(self, num_entries: int, num_bytes: int) -> None:
-        """Changes the level by so much."""
-        with self._lock:
-            self.level = max(0, self.level[0] + num_entries), max(0, self.level[1] + num_bytes)
 
     def counts(self) -> dict[str, int]:
         """All counters by name, as the fields of a `TierStat`."""

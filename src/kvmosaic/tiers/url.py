@@ -101,7 +101,7 @@ def open_tier(place: str | TierSpec, *, allocate: Allocate | None = None) -> Tie
     if spec.kind == "disk":
         return DiskTier(spec.address, _quota_of(spec), durable=spec.durable, eviction=spec.eviction)
     if spec.kind == "redis":
-        from kvmosaic.tiers.redis.tier import RedisTier
+        from kvmosaic.tiers.redis import RedisTier
 
         return RedisTier(RedisSettings.from_url(spec.url))
     from kvmosaic.tiers.object_store import ObjectTier

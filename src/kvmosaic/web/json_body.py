@@ -21,10 +21,9 @@ from pydantic_core import from_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import Message
 
-from kvmosaic.api.errors import ApiError
+from kvmosaic.api.errors import ApiError, path_of
 from kvmosaic.api.fields import NEEDLESS
 from kvmosaic.api.json_limits import check_json
-from kvmosaic.api.validation_message import path_of
 
 PARSED = "kvmosaic.body"
 """Key in an ASGI scope of a long body, as `LongBody`."""

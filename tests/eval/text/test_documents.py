@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from kvmosaic.eval.text import words
+from kvmosaic.eval.text import names as words
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
 from kvmosaic.eval.text.names import NameSource, is_held_out
 

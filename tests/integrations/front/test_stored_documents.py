@@ -23,7 +23,7 @@ from kvmosaic.errors import (
     UnknownDocument,
 )
 from kvmosaic.integrations.vllm.front.documents import open_documents
-from kvmosaic.integrations.vllm.front.internal_requests import api_error
+from kvmosaic.integrations.vllm.front.pool_updates import api_error
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document
 

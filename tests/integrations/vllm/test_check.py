@@ -15,8 +15,8 @@ def test_a_model_that_can_be_composed_passes(vllm_model, name, dtype):
     assert worker["num_layers"] > 1 and worker["layouts"] and "halves" in worker["rotations"][0]
     assert worker["tested"] == "every layer, and the model as a whole"
     assert found["compiled"] == "NONE, graphs: NONE"
-    assert [finding["what"].split()[0] for finding in found["findings"][:4]] == ["keys", "values", "one", "ordinary"]
-    compared = found["findings"][4:]
+    assert [finding["what"].split()[0] for finding in found["findings"][:2]] == ["one", "ordinary"]
+    compared = found["findings"][2:]
     assert len(compared) == 5
     for finding in compared:
         assert finding["compared_with"].startswith("a dense forward of the same layout"), finding
@@ -37,14 +37,14 @@ def test_documents_are_read_in_place_where_that_is_chosen(vllm_model, is_refused
     assert ("copied: no layer reads" in finding["found"]) == is_refused
 
 
-KEYS, MOVED, SHARED = "keys of the first layer, moved by 35", "one moved", "shared positions"
+MOVED, SHARED = "one moved", "shared positions"
 REPAIRED, BETWEEN, MET = "first 8 tokens repaired", "text before and between them", "after a companion"
 
 
 @pytest.mark.parametrize(
     ("fault", "failed"),
     [
-        ("turn back", {KEYS, MOVED, MET, REPAIRED, BETWEEN}),
+        ("turn back", {MOVED, MET, REPAIRED, BETWEEN}),
         ("shift nothing", {SHARED}),
         ("repair nothing", {REPAIRED, BETWEEN}),
     ],

@@ -11,9 +11,8 @@ import torch
 from support.vllm.asking import documents
 
 from kvmosaic.integrations.vllm.operations import Operations, RepairedRun, ShiftedTokens
-from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, Repairer, can_run
+from kvmosaic.integrations.vllm.worker.extra_forward import AttentionRows, ExtraForward, Repairer, can_run
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.metadata import AttentionRows
 from kvmosaic.integrations.vllm.worker.position_shift import PositionShift, can_shift, step_slots
 
 ENGINES: dict[str, dict[str, Any]] = {

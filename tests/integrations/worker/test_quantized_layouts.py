@@ -33,10 +33,10 @@ from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, Ma
 from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.integrations.vllm.worker.kv_layout import Mover
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
-from kvmosaic.integrations.vllm.worker.layouts.quantized import QuantizedLayout
-from kvmosaic.integrations.vllm.worker.stored_entries import Share as WorkerShare
-from kvmosaic.integrations.vllm.worker.stored_entries import StoredEntries
-from kvmosaic.integrations.vllm.worker.trial.caches import cache_trouble
+from kvmosaic.integrations.vllm.worker.layouts.layout import QuantizedLayout
+from kvmosaic.integrations.vllm.worker.tier_side import Share as WorkerShare
+from kvmosaic.integrations.vllm.worker.tier_side import StoredEntries
+from kvmosaic.integrations.vllm.worker.trial.rotation import cache_trouble
 
 PAGED = ("joined by head", "joined by token", "stacked by block", "stacked first", "separate")
 KINDS = (*PAGED, "cpu vector", "cpu tiled")

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
-from kvmosaic.server.admission.request_threads import FairThreads
+from kvmosaic.server.admission import FairThreads
 
 
 @pytest.fixture

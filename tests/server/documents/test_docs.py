@@ -10,7 +10,7 @@ import pytest
 from server.documents.world import KEYS, DocumentServer
 
 from kvmosaic.prompt.document import VERBS
-from kvmosaic.server.middleware.authentication import OPEN_PATHS
+from kvmosaic.server.middleware import OPEN_PATHS
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants import Tenants
 from kvmosaic.server.tenants.keys import read_keys_file

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from support.server import RunningServer, wait_until
 
-from kvmosaic.server.middleware.authentication import OPEN_PATHS
+from kvmosaic.server.middleware import OPEN_PATHS
 
 PROBES = ("/livez", "/readyz", "/health", "/healthz")
 

@@ -10,8 +10,7 @@ import pytest
 from fastapi.routing import APIRoute
 from support.server import RunningServer
 
-from kvmosaic.server.middleware.access_log import HEADERS
-from kvmosaic.server.middleware.authentication import OPEN_PATHS
+from kvmosaic.server.middleware import HEADERS, OPEN_PATHS
 
 KEY, ACME, OTHER = "sk-the-operator", "sk-acme-1234", "sk-umbra-1234"
 

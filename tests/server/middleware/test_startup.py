@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.server.middleware.startup import StartupMiddleware
+from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.tenants import AccessKey, Tenant, Tenants
 
 CROWD = 200

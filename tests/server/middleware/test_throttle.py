@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvmosaic.server.middleware.startup import AT_ONCE, Throttle
+from kvmosaic.server.middleware import AT_ONCE, Throttle
 
 
 def test_crowd_is_let_in_a_few_at_a_time_and_in_order() -> None:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from kvmosaic.server.process.heap import _malloc_trim, resident_bytes
+from kvmosaic.server.process.listener import _malloc_trim, resident_bytes
 
 BURST = """
 import asyncio, ctypes
-from kvmosaic.server.process.heap import resident_bytes, trimmed_heap
+from kvmosaic.server.process.listener import resident_bytes, trimmed_heap
 
 async def main():
     # 200 MB in pieces below glibc's threshold for mappings of their own, and one that keeps the arena's top in place

@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from support.server import RunningServer, ServeCommand, wait_until
 
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.server import tracing as export
 from kvmosaic.server.read import read_settings
-from kvmosaic.server.tracing import export
 
 SOURCE = Path(__file__).parents[3] / "src" / "kvmosaic"
 NOWHERE = "http://127.0.0.1:9/v1/traces"
@@ -243,4 +243,4 @@ def test_only_the_modules_for_tracing_import_opentelemetry() -> None:
             line.startswith(("import opentelemetry", "from opentelemetry")) for line in path.read_text().splitlines()
         )
     }
-    assert users == {"server/tracing/export.py", "server/tracing/request_trace.py"}
+    assert users == {"server/tracing.py"}

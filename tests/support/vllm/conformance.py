@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from kvmosaic.integrations.vllm.engine import VLLMEngine
 from kvmosaic.model import LoadedModel, load_model
 from support.engine_conformance import Reference, run_case
+from support.vllm.engine import VLLMEngine
 from support.vllm.inside import Inside
 
 

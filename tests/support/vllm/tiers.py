@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from kvmosaic.config import TierConfig
 from kvmosaic.integrations.vllm.operations import Load, Operations, RunFetch, Store, StoredRun
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.stored_entries import Share
-from kvmosaic.integrations.vllm.worker.tier_side import WorkerTiers
+from kvmosaic.integrations.vllm.worker.tier_side import Share, WorkerTiers
 from kvmosaic.tiers import Deadline
 from support.vllm import inside
 
@@ -43,7 +42,9 @@ def forget(engine: Any, tiers: list[str], connector: bool = False) -> None:
     assert engine.llm.reset_prefix_cache(reset_connector=connector)
     for tier in worker_tiers().tiered_store.tiers:
         if tier.name in tiers:
-            tier.delete_many([info.key for info in tier.scan(Deadline(10))], Deadline(10))
+            behind = getattr(tier, "tier", tier)
+            index = behind._store._index if tier.name == "disk" else behind._index
+            tier.delete_many(list(index), Deadline(10))
 
 
 def answer(engine: Any, asks: list[dict[str, Any]]) -> dict[str, Any]:

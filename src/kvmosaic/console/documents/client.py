@@ -3,18 +3,176 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
-from urllib.parse import quote, urlencode
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Literal
+from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvmosaic.console.server_call import fields_of_server, no_kvmosaic
-from kvmosaic.console.text import printable, shrinking, size_text
+from kvmosaic.console.text import one_line, printable, shrinking, size_text
+from kvmosaic.errors import InvalidConfig, ServerError, UnknownDocument
+from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
+
+KEY_VARIABLE = "KVMOSAIC_API_KEY"
+CONNECT_SECONDS = 10.0
+"""Connection timeout: a reachable machine accepts at once, however busy its server is."""
+MAX_URL_CHARACTERS = 2_048
+MAX_MESSAGE_CHARACTERS = 400
+
+Method = Literal["GET", "POST", "PUT", "DELETE"]
+
+
+def fields_of_server(
+    url: str,
+    path: str,
+    timeout: float,
+    *,
+    method: Method = "POST",
+    body: Mapping[str, Any] | None = None,
+    lines: bytes | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of a server's reply; empty if it is no JSON object or too long.
+
+    Args:
+        url: where the server is.
+        path: of the request, with its query.
+        timeout: longest wait for a part of the reply, in seconds.
+        method: of the request.
+        body: a body of JSON.
+        lines: in its place, a body of one JSON object per line.
+
+    Raises:
+        InvalidConfig: an address or a key that cannot be one.
+        ServerError: it cannot be reached, or refuses.
+    """
+    place = _place_of(url)
+    sent: tuple[bytes, str | None] = (b"", None)
+    if body is not None:
+        sent = json.dumps(body).encode(), "application/json"
+    elif lines is not None:
+        sent = lines, "application/jsonl"
+    status, headers, reply = _call(url, place, method, path, timeout, sent)
+    fields = _fields_of(reply)
+    if status not in (200, 201):
+        error = fields.get("error")
+        kind = UnknownDocument if _is_unknown_document(status, error) else ServerError
+        raise kind(_refusal(url, method, path, status, headers, error))
+    return fields
+
+
+def no_kvmosaic(url: str) -> ServerError:
+    """Returns the error for a reply without the requested fields."""
+    return ServerError(f"{url} answers, but not as a kvmosaic server does; look at --url")
+
+
+def _place_of(url: str) -> SplitResult:
+    if "@" in url:  # before any message shows it
+        raise InvalidConfig(f"--url takes no user and no password; a key belongs into {KEY_VARIABLE}")
+    try:
+        place = urlsplit(url)
+        is_whole = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        is_whole = False
+    if not is_whole or len(url) > MAX_URL_CHARACTERS or not re.fullmatch(r"[!-~]+", url) or "?" in url or "#" in url:
+        raise InvalidConfig(f"--url {one_line(url)} is no address; give one such as http://127.0.0.1:8000")
+    return place
+
+
+def _call(
+    url: str,
+    place: SplitResult,
+    method: Method,
+    path: str,
+    timeout: float,
+    sent: tuple[bytes, str | None],
+) -> tuple[int, Mapping[str, str], bytes]:
+    """Sends one request, a body and its type; returns status, headers (lower-case names) and body of the reply.
+
+    Uses no proxy and follows no redirect: the key of an admin goes to the address that was given.
+    """
+    connect = HTTPSConnection if place.scheme == "https" else HTTPConnection
+    connection = connect(place.hostname or "", place.port, timeout=min(CONNECT_SECONDS, timeout))
+    headers = {"Accept": "application/json", **_authorization()}
+    content, content_type = sent
+    if content_type is not None:
+        headers["Content-Type"] = content_type
+    try:
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise ServerError(f"nothing answers at {url}; is the server there, and is --url right?") from error
+        except ConnectionRefusedError as error:
+            raise ServerError(
+                f"nothing listens at {url}; start a server with `kvmosaic serve`, or give --url"
+            ) from error
+        connection.sock.settimeout(timeout)
+        connection.request(method, place.path.rstrip("/") + path, content, headers)
+        reply = connection.getresponse()
+        text = reply.read(MAX_REPLY_BYTES)
+    except TimeoutError as error:
+        raise ServerError(
+            f"no answer from {url} within {timeout:g} s; it may still do what it was asked; wait longer with --timeout"
+        ) from error
+    except (OSError, HTTPException, UnicodeError) as error:
+        why = one_line(str(error) or type(error).__name__, MAX_MESSAGE_CHARACTERS)
+        raise ServerError(f"{url} cannot be asked: {why}; look at --url") from error
+    finally:
+        connection.close()
+    return reply.status, {name.lower(): value for name, value in reply.getheaders()}, text
+
+
+def _authorization() -> dict[str, str]:
+    """Returns the header with the key. The server's own variable may hold several; any of them works."""
+    key = os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
+    if not key:
+        return {}
+    if len(key) > MAX_KEY_CHARACTERS or not re.fullmatch(r"[!-~]+", key):  # vLLM takes short ones, too
+        raise InvalidConfig(
+            f"the key in {KEY_VARIABLE} must be at most {MAX_KEY_CHARACTERS} printable ASCII characters without "
+            "spaces, since it travels in a header"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _fields_of(reply: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(reply)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _is_unknown_document(status: int, error: object) -> bool:
+    return status == 404 and isinstance(error, dict) and error.get("code") == "document_not_found"
+
+
+def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[str, str], error: object) -> str:
+    """Returns one line about a reply that is an error, and the fix."""
+    told = error.get("message") if isinstance(error, dict) else None
+    why = one_line(told, MAX_MESSAGE_CHARACTERS) if isinstance(told, str) else f"it answers {status} and nothing else"
+    if 300 <= status < 400:
+        return f"{url} sends to another address; give that one as --url"
+    if status == 401:
+        is_given = bool(_authorization())
+        wanted = f"needs a key; set {KEY_VARIABLE} to yours"
+        return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if is_given else wanted}"
+    if _is_unknown_document(status, error):
+        return why
+    if status in (404, 405, 501):
+        return f"{url} has no {path.partition('?')[0]}: not a kvmosaic server, or an older one; look at --url"
+    if status == 503:
+        seconds = headers.get("retry-after", "")
+        when = f" in {seconds} s" if seconds.isascii() and seconds.isdigit() and len(seconds) < 6 else " later"
+        return f"{url} cannot do it now: {why} (try again{when})"
+    return f"{url} refuses ({status}): {why}"
+
 
 ROUTE = "/v1/documents"
 BATCH_BYTES = 2**22
@@ -103,9 +261,7 @@ class ServerDocuments:
 
     def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
         body = b"\n".join(line.line for line in batch)
-        reply = fields_of_server(
-            self.url, f"{ROUTE}:batch", self._timeout, method="POST", lines=body, max_bytes=MAX_REPLY_BYTES
-        )
+        reply = fields_of_server(self.url, f"{ROUTE}:batch", self._timeout, method="POST", lines=body)
         results = reply.get("data")
         if not isinstance(results, list) or len(results) != len(batch):
             raise no_kvmosaic(self.url)
@@ -114,7 +270,7 @@ class ServerDocuments:
             yield Outcome(sent.name, str(result.get("status")), str(error.get("message", "")))
 
     def _ask(self, method: Any, path: str) -> dict[str, Any]:
-        return fields_of_server(self.url, ROUTE + path, self._timeout, method=method, max_bytes=MAX_REPLY_BYTES)
+        return fields_of_server(self.url, ROUTE + path, self._timeout, method=method)
 
 
 def _path(document_id: str) -> str:

@@ -31,13 +31,15 @@ from kvmosaic.eval.text.documents import (
     Entity,
     Example,
     Fact,
+    Kind,
     NeededWords,
     Question,
     Recipe,
+    Relation,
     TextSource,
     capital,
+    draw_value,
 )
-from kvmosaic.eval.text.relations import Kind, Relation, draw_value
 
 TARGETS = ("person", "company", "town")
 

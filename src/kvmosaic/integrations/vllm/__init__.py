@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.integrations.vllm.engine import VLLMEngine
     from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
     from kvmosaic.integrations.vllm.front.python_api import chat, engine_arguments, generate
 
-__all__ = ["ComposedDocuments", "VLLMEngine", "chat", "engine_arguments", "generate"]
+__all__ = ["ComposedDocuments", "chat", "engine_arguments", "generate"]
 
 # Names are imported on first use: vLLM loads this package in each of its processes.
 _HOMES = {
-    "engine": ("VLLMEngine",),
     "front.middleware": ("ComposedDocuments",),
     "front.python_api": ("chat", "engine_arguments", "generate"),
 }

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.integrations.vllm.composed_check import CheckResult, ComposedCheck, load_reference
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.integrations.vllm.worker.kv_layout import LayerPlace
 from kvmosaic.integrations.vllm.worker.trial.plan import trial_tokens
 
 _MAX_LOGPROBS = 20
@@ -79,7 +74,6 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
         workers = tuple(llm.collective_rpc(diagnose))
         findings: list[CheckResult] = []
         if not engine.trouble:
-            findings += engine.moved_keys()
             model_config = engine.config.model_config
             reference = load_reference(model_config, sum(worker.num_parameters for worker in workers))
             composed = ComposedCheck(engine, partial(trial_tokens, model_config), reference)
@@ -104,22 +98,14 @@ def check_engine(model: str, options: Sequence[str] = ()) -> EngineCheck:
 
 
 class _Engine:
-    """The engine in this process, and prompts of random tokens for it."""
+    """The engine in this process."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.core = llm.llm_engine.engine_core.engine_core
         self.config = llm.llm_engine.vllm_config
-        self.scheduler = self.core.scheduler
-        self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.block_size = int(self.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self.trouble = str(self.scheduler.connector.trouble)
-        self._random = random.Random(0)  # noqa: S311 (any tokens will do)
-        self._vocabulary = min(int(self.config.model_config.get_vocab_size()), 30_000)
-
-    def tokens(self, number: int) -> list[int]:
-        """Token ids that no other prompt here begins with."""
-        return [self._random.randrange(10, self._vocabulary) for _ in range(number)]
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.block_size = int(scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self.trouble = str(scheduler.connector.trouble)
 
     def answer(
         self, token_ids: Sequence[int], composition: Composition | None = None, *, max_tokens: int = 1, **prompt: Any
@@ -134,74 +120,6 @@ class _Engine:
         )
         (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids), **prompt}], params, use_tqdm=False)
         return output
-
-    def moved_keys(self) -> list[CheckResult]:
-        """Compares moved with computed keys of the first layer, which depend on token and position only.
-
-        source      │ other text │ chunk … │              distance = the difference of the other texts' lengths
-        computed    │ more other text      │ chunk … │
-        """
-        start, distance, length = 5, self.block_size + 3, 2 * self.block_size + 7
-        chunk = self.tokens(length)
-        source = self._cached([*self.tokens(start), *chunk])
-        computed = self._cached([*self.tokens(start + distance), *chunk])
-        held = [*source, *computed]
-        self.pool.touch(held)
-        target = self.pool.get_new_blocks(-(-length // self.block_size))
-        try:
-            numbers = [tuple(block.block_id for block in blocks) for blocks in (source, target, computed)]
-            move = Move(numbers[0], start, numbers[1], 0, length, position=start, distance=distance)
-            found = self.llm.collective_rpc(compare_keys, args=(move, numbers[2], start + distance))
-        finally:
-            self.pool.free_blocks(target)
-            self.pool.free_blocks(held)
-        names = [""] if len(found) == 1 else [f", worker {rank}" for rank in range(len(found))]
-        pairs = zip(found, names, strict=True)
-        return [replace(each, what=each.what + name) for findings, name in pairs for each in findings]
-
-    def _cached(self, token_ids: list[int]) -> list[Any]:
-        """The blocks in which vLLM caches a prompt, after its prefill."""
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        token_ids = [*token_ids, *self.tokens(-len(token_ids) % self.block_size)]
-        self.answer([*token_ids, 10])
-        request = Request(
-            request_id="kvmosaic-check",
-            prompt_token_ids=token_ids,
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            block_hasher=self.core.request_block_hasher,
-        )
-        blocks = []
-        for block_hash in request.block_hashes:
-            found = self.pool.get_cached_block(block_hash, [0])
-            if not found:
-                raise RuntimeError("vLLM did not keep a prompt of three blocks; give the KV cache more memory")
-            blocks.append(found[0])
-        return blocks
-
-
-def key_findings(
-    distance: int, keys: float, unturned: float, values: float | None, allowed: float
-) -> list[CheckResult]:
-    """What moved keys and values of the first layer tell.
-
-    Args:
-        distance: of the move.
-        keys: difference from the computed ones, relative to the largest of them.
-        unturned: the same without rotation, for comparison with a wrong rotation.
-        values: the same of the values; None: a latent cache has none.
-        allowed: the largest difference of a correct move.
-    """
-    passed = keys <= allowed and unturned > 10 * allowed
-    compared_with = f"computed there (not turned: {unturned:.2g})"
-    what, limit = f"keys of the first layer, moved by {distance}", f"{allowed:.2g}"
-    findings = [CheckResult(what, compared_with, f"{keys:.2g}", limit, passed)]
-    if values is not None:
-        found = f"{values:.2g}"
-        findings.append(CheckResult("values of the first layer", "computed there", found, limit, values <= allowed))
-    return findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,37 +190,6 @@ def reading_findings(workers: Sequence[WorkerDiagnostics], counts: Sequence[int 
     return [CheckResult(what, "", f"in {found} forwards", allowed, passed=found > 0)]
 
 
-def compare_keys(worker: Any, move: Move, computed_blocks: Sequence[int], computed_start: int) -> list[CheckResult]:
-    """Carries out a move and compares the result with what the model computed at that position.
-
-    Args:
-        worker: vLLM's own.
-        move: a move into unused blocks.
-        computed_blocks: hold the same tokens, computed `move.distance` positions further on.
-        computed_start: the slot of the first of them.
-
-    Returns:
-        The findings; none on a worker without the model's first layer.
-    """
-    from vllm.distributed import get_pp_group
-
-    places, mover = _composing().places, _composing().mover
-    if not get_pp_group().is_first_rank or places is None or mover is None:
-        return []
-    place = min(places.layers, key=lambda place: int((re.findall(r"\d+", place.name) or ["0"])[0]))
-    mover.move([move])
-    moved = _read(places, place, move.target_blocks, move.target_start, move.num_tokens)
-    source = _read(places, place, move.source_blocks, move.source_start, move.num_tokens)
-    computed = _read(places, place, computed_blocks, computed_start, move.num_tokens)
-    return key_findings(
-        move.distance,
-        _difference(moved[0], computed[0]),
-        _difference(source[0], computed[0]),
-        None if moved[1] is None or computed[1] is None else _difference(moved[1], computed[1]),
-        allowed=8 * torch.finfo(computed[0].dtype).eps,
-    )
-
-
 def _compiled(config: Any) -> str:
     """How vLLM runs the model, in its own words."""
     mode, graphs = (getattr(each, "name", str(each)) for each in (config.mode, config.cudagraph_mode))
@@ -318,16 +205,6 @@ def _composing() -> ComposingWorker:
     connector = get_kv_transfer_group()
     assert isinstance(connector, ComposingConnector) and connector._worker is not None
     return connector._worker
-
-
-def _read(
-    places: KVLayout, place: LayerPlace, blocks: Sequence[int], start: int, num_tokens: int
-) -> tuple[Tensor, Tensor | None]:
-    return place.layout.read(places.slots(blocks, start, num_tokens).to(places.device))
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max() / other.double().abs().max())
 
 
 def _counted(said: Any) -> tuple[str, ...]:

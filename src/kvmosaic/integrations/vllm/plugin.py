@@ -8,11 +8,11 @@ from kvmosaic.integrations.vllm.settings import document_reads
 
 NAME = "kvmosaic"
 """The connector's name in `--kv-transfer-config`."""
-_IN_PLACE = "kvmosaic.integrations.vllm.worker.in_place"
+_IN_PLACE = "kvmosaic.integrations.vllm.worker.in_place.attention"
 BACKENDS = {
-    "CPU_ATTN": f"{_IN_PLACE}.cpu_backend.InPlaceCpuBackend",
-    "FLASH_ATTN": f"{_IN_PLACE}.flash_backend.InPlaceFlashBackend",
-    "TRITON_ATTN": f"{_IN_PLACE}.triton_backend.InPlaceTritonBackend",
+    "CPU_ATTN": f"{_IN_PLACE}.InPlaceCpuBackend",
+    "FLASH_ATTN": f"{_IN_PLACE}.InPlaceFlashBackend",
+    "TRITON_ATTN": f"{_IN_PLACE}.InPlaceTritonBackend",
 }
 """Attention backends that read documents, by the name of vLLM's own that each extends; vLLM imports the one it uses."""
 CLASS = "ComposingConnector"

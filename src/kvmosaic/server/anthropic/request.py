@@ -12,9 +12,8 @@ from pydantic import Field
 from kvmosaic.api.fields import Body, Ignored, NumTokens, Only, Plain, StopTexts, Text, Variables, example
 from kvmosaic.errors import InvalidDocument, InvalidMessages
 from kvmosaic.prompt import Document
-from kvmosaic.prompt.found_documents import FoundDocument
+from kvmosaic.prompt.found_documents import FoundDocument, PlacedDocuments, content_key, placed_content
 from kvmosaic.prompt.message import MAX_MESSAGES
-from kvmosaic.prompt.placed_documents import PlacedDocuments, content_key, placed_content
 from kvmosaic.prompt.preamble import is_marked
 from kvmosaic.sampling import SamplingParams, StructuredOutputs
 from kvmosaic.server.anthropic.blocks import (

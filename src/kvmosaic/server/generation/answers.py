@@ -26,7 +26,7 @@ from kvmosaic.web.errors import request_id_of
 from kvmosaic.web.json_body import warn, warnings_of
 
 if TYPE_CHECKING:
-    from kvmosaic.server.tracing.request_trace import RequestTrace
+    from kvmosaic.server.tracing import RequestTrace
 
 T = TypeVar("T")
 R = TypeVar("R", bound=BaseModel)

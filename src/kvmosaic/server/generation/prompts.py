@@ -18,8 +18,7 @@ from kvmosaic.llm import LLM
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.document import MAX_ID_CHARACTERS, GivenDocuments
-from kvmosaic.prompt.found_documents import DocumentFinder
-from kvmosaic.prompt.placed_documents import PlacedDocuments
+from kvmosaic.prompt.found_documents import DocumentFinder, PlacedDocuments
 from kvmosaic.prompt.splits import told_splits
 from kvmosaic.sampling.params import FOLLOWED
 from kvmosaic.server.generation.sampling_fields import Defaults

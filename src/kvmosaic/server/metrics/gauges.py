@@ -191,15 +191,19 @@ def tier_readings(offloader: ChunkOffloader | None) -> Iterator[Sample]:
 def _readings_of(moment: TierMoment) -> Iterator[Sample]:
     stat, labels = moment.stat, {"tier": moment.label}
     values = {
-        own_names.TIER_ENTRIES: stat.num_entries,
-        own_names.TIER_BYTES: stat.num_bytes,
         own_names.TIER_UP: float(moment.is_up),
         **{family: getattr(stat, field) for family, field in own_names.TIER_COUNTERS.items()},
     }
     for family, value in values.items():
         yield Sample(family, value, labels)
-    if stat.quota_bytes is not None:
-        yield Sample(own_names.TIER_QUOTA, stat.quota_bytes, labels)
+    known = {
+        own_names.TIER_ENTRIES: stat.num_entries,
+        own_names.TIER_BYTES: stat.num_bytes,
+        own_names.TIER_QUOTA: stat.quota_bytes,
+    }
+    for family, number in known.items():
+        if number is not None:
+            yield Sample(family, number, labels)
     if moment.bytes_per_second is not None:
         yield Sample(own_names.TIER_LOAD_SPEED, moment.bytes_per_second, labels)
     if moment.breaker is not None:

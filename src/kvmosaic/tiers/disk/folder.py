@@ -229,13 +229,6 @@ class EntryFolder:
             return entry
         return None
 
-    def start(self, key: Key, num_bytes: int, max_entry_bytes: int) -> bytes | None:
-        """The first bytes of an entry, without marking a use; None if absent, or larger than `max_entry_bytes`."""
-        with _absence_allowed(), self._opened(key) as (fd, there):
-            is_there = there is not None and there <= max_entry_bytes
-            return self._read_whole(fd, min(num_bytes, there)) if there is not None and is_there else None
-        return None
-
     def facts(self, key: Key) -> FileFacts | None:
         """Size and last use of an entry; None if it is absent."""
         with _absence_allowed(), self._inside(shard_of(key)) as folder:

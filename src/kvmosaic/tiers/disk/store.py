@@ -140,10 +140,6 @@ class DiskStore:
                 self._refresh(key)
         return entry
 
-    def start(self, key: Key, num_bytes: int) -> bytes | None:
-        """The first bytes of an entry; does not count as a use."""
-        return self._folder.start(key, num_bytes, self.max_entry_bytes)
-
     def exists(self, key: Key) -> bool:
         """Whether the entry exists now."""
         with self._lock:

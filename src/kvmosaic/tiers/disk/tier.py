@@ -17,7 +17,7 @@ from kvmosaic.eviction import EvictionPolicy
 from kvmosaic.tiers.disk.files import RealFiles
 from kvmosaic.tiers.disk.folder import EntryFolder
 from kvmosaic.tiers.disk.store import DiskStore
-from kvmosaic.tiers.tier import Deadline, Entry, EntryInfo, TierCounters, TierStat
+from kvmosaic.tiers.tier import Deadline, Entry, TierCounters, TierStat
 
 logger = logging.getLogger("kvmosaic.tiers")
 
@@ -123,23 +123,6 @@ class DiskTier:
         with self._failing():
             if self._store.quarantine(key):
                 logger.warning("%s: entry %s was put aside: %s", self._path, key.hex(), reason)
-
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`."""
-        with self._failing():
-            shards = self._store.shards()
-        for shard, known in shards.items():
-            if deadline.has_passed:
-                return
-            with self._failing():
-                found = self._store.look_into(shard, known)
-            for key, facts in found.items():
-                yield EntryInfo(key, facts.num_bytes, facts.last_used / 1e9)
-
-    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
-        """See `Peeking.peek`."""
-        with self._failing():
-            return None if deadline.has_passed else self._store.start(key, num_bytes)
 
     def stat(self) -> TierStat:
         """See `Tier.stat`."""

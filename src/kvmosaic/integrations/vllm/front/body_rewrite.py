@@ -14,7 +14,7 @@ from kvmosaic.api.json_limits import mended
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.integrations.vllm.contract import FIELD, FIELDS, OF_STORED, Composition, How, composed
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.internal_requests import api_error
+from kvmosaic.integrations.vllm.front.pool_updates import api_error
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.layout import context_with
 from kvmosaic.prompt import Prompt

@@ -19,8 +19,7 @@ from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, Sto
 from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.extraction import extract_text
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, EncodedRequest, composed
-from kvmosaic.integrations.vllm.front.internal_requests import api_error, ask
-from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates
+from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates, api_error, ask
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document

@@ -30,7 +30,7 @@ from kvmosaic.integrations.vllm.front.body_rewrite import (
     rewritten,
 )
 from kvmosaic.integrations.vllm.front.documents import DocumentRoutes, open_documents
-from kvmosaic.integrations.vllm.front.internal_requests import whole_body
+from kvmosaic.integrations.vllm.front.pool_updates import whole_body
 from kvmosaic.integrations.vllm.front.served_model import find_model
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.integrations.vllm.report import SHELF, shelve_reports

@@ -23,7 +23,6 @@ from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward, Scope
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_ascend
 from kvmosaic.integrations.vllm.worker.trial.attention import AttentionRecorder
-from kvmosaic.integrations.vllm.worker.trial.caches import cache_trouble, clear
 from kvmosaic.integrations.vllm.worker.trial.layer_trial import LayerTrial, RecordedCall, outputs
 from kvmosaic.integrations.vllm.worker.trial.plan import (
     HEAD_TOKENS,
@@ -33,7 +32,15 @@ from kvmosaic.integrations.vllm.worker.trial.plan import (
     far_positions,
     trial_tokens,
 )
-from kvmosaic.integrations.vllm.worker.trial.rotation import direct_trouble, noise_ratio, perturbed, unit, wide
+from kvmosaic.integrations.vllm.worker.trial.rotation import (
+    cache_trouble,
+    clear,
+    direct_trouble,
+    noise_ratio,
+    perturbed,
+    unit,
+    wide,
+)
 
 _log = logging.getLogger(__name__)
 

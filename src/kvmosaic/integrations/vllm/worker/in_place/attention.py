@@ -1,7 +1,8 @@
-"""What the attention of every backend does to read documents: vLLM's kernel for all rows, then the rows that read."""
+"""vLLM's attention backends with documents read in place: vLLM's kernel for all rows, then the rows that read."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -42,3 +43,23 @@ class ReadsDocuments:
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """No: outputs of rows that read documents are written in the model's dtype."""
         return False
+
+
+_OF_VLLM = {
+    "InPlaceCpuBackend": ("cpu_attn", "CPUAttentionBackend", "CPUAttentionBackendImpl"),
+    "InPlaceFlashBackend": ("flash_attn", "FlashAttentionBackend", "FlashAttentionImpl"),
+    "InPlaceTritonBackend": ("triton_attn", "TritonAttentionBackend", "TritonAttentionImpl"),
+}
+"""Module, backend and implementation of vLLM's that each extends; not all of them can be imported on one machine."""
+
+
+def __getattr__(name: str) -> Any:
+    """Makes a backend when vLLM looks it up."""
+    if name not in _OF_VLLM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, backend, attention = _OF_VLLM[name]
+    theirs, where = import_module(f"vllm.v1.attention.backends.{module}"), {"__module__": __name__}
+    ours = type(name.replace("Backend", "Attention"), (ReadsDocuments, getattr(theirs, attention)), where)
+    made = type(name, (getattr(theirs, backend),), {**where, "get_impl_cls": staticmethod(lambda: ours)})
+    globals()[name] = made
+    return made

@@ -22,8 +22,8 @@ from kvmosaic.integrations.vllm.worker.in_place.step import InPlaceStep, OwnRows
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuVectorLayout
+from kvmosaic.integrations.vllm.worker.layouts.layout import FORMATS
 from kvmosaic.integrations.vllm.worker.layouts.paged import pages_of
-from kvmosaic.integrations.vllm.worker.layouts.quantized import FORMATS
 from kvmosaic.integrations.vllm.worker.position_shift import step_slots
 from kvmosaic.layers.geometry import MaskSpec
 from kvmosaic.rope import RotationTables, paired

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, numbered, require_plain, stand_in
+from kvmosaic.integrations.vllm.worker.layouts.layout import (
+    Quantization,
+    heads_of,
+    is_read_back,
+    numbered,
+    require_plain,
+    stand_in,
+)
 from kvmosaic.integrations.vllm.worker.layouts.paged import PagedLayout
-from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization
 
 _PACKAGE = "vllm_ascend."
 

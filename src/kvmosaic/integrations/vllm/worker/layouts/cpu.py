@@ -10,8 +10,13 @@ from torch import Tensor
 
 from kvmosaic.attention.native.backend import Library, gather, load_library
 from kvmosaic.errors import NativeUnavailable, NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.layout import heads_of, is_read_back, stand_in
-from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization, QuantizedLayout
+from kvmosaic.integrations.vllm.worker.layouts.layout import (
+    Quantization,
+    QuantizedLayout,
+    heads_of,
+    is_read_back,
+    stand_in,
+)
 
 
 class CpuWriter:

@@ -11,13 +11,14 @@ from torch import Tensor
 from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.worker.layouts.layout import (
     KeyValueLayout,
+    Quantization,
+    QuantizedLayout,
     heads_of,
     is_read_back,
     numbered,
     require_plain,
     stand_in,
 )
-from kvmosaic.integrations.vllm.worker.layouts.quantized import Quantization, QuantizedLayout
 
 
 class PagedLayout:

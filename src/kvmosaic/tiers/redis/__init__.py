@@ -1,1 +1,0 @@
-"""Redis tier: entries as hashes of parts."""

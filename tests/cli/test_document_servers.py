@@ -1,0 +1,136 @@
+"""`kvmosaic documents` and servers that are no good: each is one line."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from support.server import RunningServer
+from typer.testing import CliRunner, Result
+
+from kvmosaic.cli import app
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVMOSAIC_API_KEY", raising=False)
+
+
+def kvmosaic(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """The one line that is said when something is refused."""
+    result = kvmosaic("documents", *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == "" and result.stderr.startswith("kvmosaic: ") and result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@contextmanager
+def stranger(status: int, body: bytes = b"", **headers: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers every GET alike; its address, and what it was asked."""
+    asked: list[str] = []
+
+    class Replies(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.path} {self.headers['Authorization']}")
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Replies) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}", asked
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def test_keys_that_are_none_or_unknown_are_told_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {key: alpha-key-1, tenant: alpha}\n")
+    with RunningServer(keys_file=keys) as server:
+        assert "needs a key; set KVMOSAIC_API_KEY to yours" in refused("ls", "--url", server.url)
+        for key, told in (
+            ("unknown-key-1", "does not know the API key in KVMOSAIC_API_KEY"),
+            ("two words", "the key in KVMOSAIC_API_KEY must be at most"),
+            ("with\nheader: new", "the key in KVMOSAIC_API_KEY must be at most"),
+        ):
+            monkeypatch.setenv("KVMOSAIC_API_KEY", key)
+            said = refused("ls", "--url", server.url)
+            assert told in said and key not in said
+
+
+def test_nothing_that_listens_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    assert "nothing listens at" in refused("ls", "--url", f"http://127.0.0.1:{port}")
+
+
+def test_one_that_never_answers_is_left_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert "no answer from" in refused("ls", "--url", url, "--timeout", "0.2")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (404, b"", "has no /v1/documents: not a kvmosaic server, or an older one"),
+        (501, b"<html>", "has no /v1/documents: not a kvmosaic server"),
+        (200, b"", "answers, but not as a kvmosaic server does"),
+        (200, b'{"data": 1}', "answers, but not as a kvmosaic server does"),
+        (200, b"[" * 100_000, "answers, but not as a kvmosaic server does"),
+        (503, b"", "cannot do it now: it answers 503 and nothing else (try again later)"),
+        (500, b'{"error": {"message": "a\\u001b[31m\\nb"}}', "refuses (500): a\N{REPLACEMENT CHARACTER}[31m b"),
+    ],
+)
+def test_strangers_are_told_apart(status: int, body: bytes, told: str) -> None:
+    with stranger(status, body) as (url, asked):
+        assert told in refused("ls", "--url", url + "/kv/")
+    assert asked == ["/kv/v1/documents?limit=50&search= None"]
+
+
+def test_a_key_is_not_sent_on_to_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOSAIC_API_KEY", "admin-key-1")
+    with stranger(200) as (other, asked), stranger(307, Location=other) as (url, first):
+        monkeypatch.setenv("http_proxy", other)
+        assert "sends to another address" in refused("ls", "--url", url)
+    assert (first, asked) == (["/v1/documents?limit=50&search= Bearer admin-key-1"], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--url", "127.0.0.1:8000"), "is no address; give one such as http://127.0.0.1:8000"),
+        (("--url", "file:///etc/hosts"), "is no address"),
+        (("--url", "http://127.0.0.1:x"), "is no address"),
+        (("--url", "http://127.0.0.1/?key=1"), "is no address"),
+        (("--url", f"http://{'a' * 70}.test"), "cannot be asked"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: tuple[str, ...], told: str) -> None:
+    assert told in refused("ls", *options)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf"])
+def test_seconds_have_limits(seconds: str) -> None:
+    assert kvmosaic("documents", "ls", "--timeout", seconds).exit_code == 2
+
+
+def test_a_password_in_the_address_is_not_shown() -> None:
+    assert "hidden" not in refused("ls", "--url", "http://me:hidden@127.0.0.1:x")
