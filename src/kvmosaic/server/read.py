@@ -58,7 +58,7 @@ def variable_of(name: str) -> str:
 
 
 def _check_environment() -> None:
-    elsewhere = ("attention", "cpu_isa")  # read when a model is loaded
+    elsewhere = ("attention", "cpu_isa", "cache_dir")  # read when a model is loaded
     known = [variable_of(name) for name in (*ServerSettings.model_fields, *elsewhere)]
     for variable in os.environ:
         if variable.upper().startswith(ENV_PREFIX) and variable.upper() not in known:
