@@ -170,6 +170,7 @@ def test_a_reader_of_cached_chunks_is_served_even_above_the_quota():
     assert kv_cache.allocate(kv_cache.plan(prompt(20), tenant="t")).spans[1].action == "reuse"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eviction", ["lru", "priority"])
 def test_eviction_for_a_quota_costs_the_same_with_many_chunks_of_others(eviction):
     def seconds(num_others: int) -> float:

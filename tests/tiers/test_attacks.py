@@ -201,6 +201,7 @@ def _stored(folder: Path) -> set[Key]:
     return {Key(bytes.fromhex(path.stem)) for path in folder.glob("??/*.safetensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("along", ["tokens", "channels"])
 @pytest.mark.parametrize(("size", "shift"), [(1.0, 0.0), (3.0, 1.0), (0.2, 40.0), (1e-3, 0.0)])
