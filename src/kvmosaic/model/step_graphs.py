@@ -277,7 +277,7 @@ class _CapturedStep:
         for part, room in zip(parts, self._shape.rooms, strict=True):
             flat[first : first + len(part)] = part
             first += room
-        self._buffer.copy_(self._host, non_blocking=True)
+        self._buffer.copy_(self._host)  # done when it returns: the next step fills the same memory
 
     def compute(self, forward: Callable[[StepShape, Sequence[Tensor]], Tensor], capture: Capture) -> Tensor:
         """[R, V] logits; the first time, they are compared with those of the same launches, one by one."""
@@ -363,7 +363,7 @@ def _is_ordinary(span: SpanRows) -> bool:
 def _is_next(before: SpanRows, span: SpanRows) -> bool:
     """Whether a row reads what another one did, and itself right after it."""
     *others, last = before.reads
-    return span.reads == (*others, replace(last, num_tokens=last.num_tokens + 1))
+    return span.reads_itself and span.reads == (*others, replace(last, num_tokens=last.num_tokens + 1))
 
 
 def _of_rows(spans: Sequence[SpanRows], num_rows: int) -> list[Numbers]:
