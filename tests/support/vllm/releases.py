@@ -240,7 +240,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "block size that all kernels of a group take",
         {"0.23.0": "select_common_block_size(size, backends)", "0.32.0": "… (size, backends, specs)"},
-        "worker.metadata.layer_groups",
+        "worker.extra_forward.layer_groups",
     ),
     Difference(
         "option that returns routed experts",
