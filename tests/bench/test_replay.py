@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import replay  # noqa: E402  (a script)
 
+sys.path.pop()  # whose modules have names of folders of tests
+
 Shares = dict[tuple[str, str], tuple[float, float]]
 
 

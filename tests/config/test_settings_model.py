@@ -24,6 +24,7 @@ MAX_PARAMETERS = 12
 WIDE = {
     *("llm.py:__init__", "llm.py:chat", "llm.py:stream", "integrations/vllm/front/python_api.py:chat"),
     "attention/triton/kernel.py:attend_walks",
+    "attention/triton/kernel.py:store_rows",
 }
 """The faces of the library, which name each choice as vLLM's do; a kernel, whose arguments are pointers and strides."""
 OTHER_MEANING = {

@@ -30,11 +30,22 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         yield client
 
 
-def answer(http: httpx.Client, **fields: Any) -> tuple[str, list[str]]:
+class Numbers(list[float]):
+    """Log probabilities, equal up to the rounding of float32 in forwards of other shapes."""
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, list)
+        return max(abs(one - two) for one, two in zip(self, other, strict=True)) < 5e-4
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def answer(http: httpx.Client, **fields: Any) -> tuple[Numbers, list[str]]:
     reply = post(http, "/v1/chat/completions", messages=MESSAGES, logprobs=True, top_logprobs=1, **GREEDY, **fields)
     (choice,) = reply["choices"]
-    numbers = [f"{token['logprob']:.4f}" for token in choice["logprobs"]["content"]]
-    return " ".join(numbers), [each["action"] for each in reply["kvmosaic"]["documents"]]
+    numbers = Numbers(token["logprob"] for token in choice["logprobs"]["content"])
+    return numbers, [each["action"] for each in reply["kvmosaic"]["documents"]]
 
 
 def test_an_adapters_name_is_no_model(http: httpx.Client) -> None:
@@ -50,7 +61,7 @@ def test_a_request_chooses_an_adapter_and_none_reads_anothers_chunks(http: httpx
         assert set(actions) == {"reused" if name == "first" else "computed"}, "the first one is the default"
         assert answer(http, documents=DOCUMENTS, **fields)[0] == cold
         found[name] = cold
-    assert found[None] == found["first"] and len(set(found.values())) == 3
+    assert found[None] == found["first"] != found["second"] != found[""] != found["first"]
 
 
 def test_ordinary_prompts_are_the_base_models(http: httpx.Client) -> None:
