@@ -143,7 +143,9 @@ def check(
     ] = False,
 ) -> None:
     """Check that a model's documents can be composed and moved, and that its tiers answer. Exit code 1 if not."""
-    os.environ["KVMOSAIC_CACHE_DIR"] = "none"  # what earlier starts have found is found again
+    from kvmosaic.kept import VARIABLE
+
+    os.environ[VARIABLE] = "none"  # what earlier starts have found is found again
     if in_vllm:
         from kvmosaic.console.vllm_check import show_engine_check
 

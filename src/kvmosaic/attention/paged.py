@@ -123,7 +123,7 @@ class PagedPlan:
     def __init__(
         self, slots: _Slots, groups: Sequence[RowGroup], newest: Tensor, mask: MaskSpec, backend: AttentionBackend
     ) -> None:
-        self._shape = slots.num_blocks, slots.block_size, slots.block_stride
+        self._shape = slots.shape
         self._newest = newest
         self._mask = mask
         self._backend = backend
@@ -143,11 +143,11 @@ class PagedPlan:
     ) -> Float[Tensor, "T H Dv"]:
         """Attention of one layer; see `paged_attention`. Waits for no device."""
         slots = _Slots.of(key_cache, value_cache)
-        shape = slots.num_blocks, slots.block_size, slots.block_stride
-        if shape != self._shape:
+        if slots.shape != self._shape:
+            planned, (num_blocks, block_size, stride) = self._shape, slots.shape
             raise InvalidConfig(
-                f"the plan is for {self._shape[0]} blocks of {self._shape[1]} slots, {self._shape[2]} apart, and the "
-                f"cache has {shape[0]} of {shape[1]}, {shape[2]} apart; plan for caches of this shape"
+                f"the plan is for {planned[0]} blocks of {planned[1]} slots, {planned[2]} apart, and the cache has "
+                f"{num_blocks} of {block_size}, {stride} apart; plan for caches of this shape"
             )
         _check_heads(query, slots, sinks)
         if len(query) != len(self._newest):
@@ -207,6 +207,11 @@ class _Slots:
         """Views of a run of slots."""
         end = first_slot + num_tokens
         return self.key[first_slot:end], self.value[first_slot:end]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Blocks, slots of a block, and slots from one block to the next: what the reads of a table depend on."""
+        return self.num_blocks, self.block_size, self.block_stride
 
     @property
     def num_slots(self) -> int:

@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -183,7 +183,8 @@ class StepGraphs:
         plans = {mask: plan_reads(groups, mask, _CPU) for mask in self._kinds}
         if any(plan.weights or any(call.mask is not None for call in plan.calls) for plan in plans.values()):
             return None
-        if not self._keep([distance for plan in plans.values() for distance in plan.distances.tolist()]):
+        distances = {mask: plan.distances.tolist() for mask, plan in plans.items()}
+        if not self._keep([*chain.from_iterable(distances.values())]):
             return None
         num_rows = rounded(firsts[-1])
         parts = _of_rows(spans, num_rows)
@@ -192,7 +193,7 @@ class StepGraphs:
         is_growing = [*plans] == [FULL] and all(span.reads_itself for span in spans)
         num_left = _room_in_walks(plans[FULL]) if is_growing else 0
         for mask, plan in plans.items():
-            places = [self._places[distance] for distance in plan.distances.tolist()]
+            places = [self._places[distance] for distance in distances[mask]]
             parts += [np.array(part, dtype=np.int64) for part in (plan.row_numbers, places)]
             rooms += [room_for(len(places))] * 2
             for kind in self._kinds[mask]:
@@ -335,21 +336,13 @@ class _StoringAttention(StepAttention):
 class _KernelReader(TritonReader):
     """A reader of layers that the kernels support; others would wait for the host."""
 
-    def attend(
-        self,
-        query: Tensor,
-        pools: Pools,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-        tables: RotationTables | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, pools: Pools, **how: Any) -> tuple[Tensor, Tensor]:
         """See `PlanReader.attend`.
 
         Raises:
             ModelError: a layer that the kernels do not support.
         """
-        result = super().attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
+        result = super().attend(query, pools, **how)
         if result is None:
             raise ModelError(f"the kernels do not take heads of {query.shape[-1]} numbers in {query.dtype}")
         return result
