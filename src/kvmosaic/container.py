@@ -6,6 +6,7 @@ choose them and a library must not. `EngineConfig.num_threads` changes the numbe
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -164,16 +165,82 @@ def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[s
 
 
 _of_thread = threading.local()
+_WATCH_SECONDS = 1.0
+
+
+class _Watch:
+    """Ends code that runs past its limit and never calls `check_cpu`, such as a chat template that loops for ever.
+
+    While there are limits, a thread looks every second for one that is exceeded by far.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._limits: dict[int, float] = {}
+        """Of threads, by their number: the CPU time at which they end."""
+        self._is_watching = False
+
+    def begin(self, end: float) -> float | None:
+        """Watches the calling thread until `end`; returns what was watched before."""
+        thread = threading.get_ident()
+        with self._lock:
+            before = self._limits.get(thread)
+            self._limits[thread] = end
+            if not self._is_watching:
+                threading.Thread(target=self._watch, name="kvmosaic-cpu-limit", daemon=True).start()
+                self._is_watching = True
+        return before
+
+    def end(self, before: float | None) -> None:
+        """Ends what `begin` began; an exception that has not been raised yet never is."""
+        thread = threading.get_ident()
+        with self._lock:
+            if self._limits.pop(thread, None) is None:
+                _raise_in(thread, None)
+            if before is not None:
+                self._limits[thread] = before
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            with self._lock:
+                for thread, end in list(self._limits.items()):
+                    if _cpu_seconds_of(thread) > end + _WATCH_SECONDS:
+                        del self._limits[thread]
+                        _raise_in(thread, TooMuchWork)
+                if not self._limits:
+                    self._is_watching = False
+                    return
+
+
+def _cpu_seconds_of(thread: int) -> float:
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raises in a thread, at its next line of Python; None: takes that back."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
+
+
+_watch = _Watch()
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Makes `check_cpu` raise in this thread once it has used this much CPU time in this block."""
+    """Makes `check_cpu` raise in this thread once it has used this much CPU time in this block.
+
+    Python code that never calls it is ended a second or two later, where the system tells the time of another thread.
+    """
     before = getattr(_of_thread, "limit", None)
-    _of_thread.limit = (time.thread_time() + seconds, seconds)
+    _of_thread.limit = limit = (time.thread_time() + seconds, seconds)
+    watched = _watch.begin(limit[0]) if hasattr(time, "pthread_getcpuclockid") else None
     try:
         yield
+    except TooMuchWork as error:
+        raise error if error.args else _too_much(seconds) from None
     finally:
+        if hasattr(time, "pthread_getcpuclockid"):
+            _watch.end(watched)
         _of_thread.limit = before
 
 
@@ -185,4 +252,8 @@ def check_cpu() -> None:
     """
     limit = getattr(_of_thread, "limit", None)
     if limit is not None and time.thread_time() > limit[0]:
-        raise TooMuchWork(f"reading this took more than {limit[1]:g} s of processor time; send less at once")
+        raise _too_much(limit[1])
+
+
+def _too_much(seconds: float) -> TooMuchWork:
+    return TooMuchWork(f"reading this took more than {seconds:g} s of processor time; send less at once")

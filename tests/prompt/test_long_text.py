@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,10 @@ from support.nasty import nasty_texts
 from support.server import loaded_reader
 from support.tokenizers import make_tokenizer
 
+from kvmosaic import container
 from kvmosaic.container import cpu_limit
 from kvmosaic.errors import TooMuchWork
+from kvmosaic.prompt.encoder import PromptEncoder
 from kvmosaic.prompt.text_pieces import foreign
 from kvmosaic.prompt.tokenizer import PieceTokenizer, Tokens, tokenize_long
 
@@ -109,3 +112,22 @@ def test_a_text_that_takes_too_much_time_is_given_up() -> None:
     with cpu_limit(0.02), pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"):
         encoder.encode([foreign("The ferry goes to Oak Island. " * 100_000)])
     assert encoder.encode([foreign("ferry")]).token_ids, "another one is read as ever"
+
+
+def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "_WATCH_SECONDS", 0.01)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    encoder = PromptEncoder(TOKENIZERS["reader"], vocab_size=len(TOKENIZERS["reader"]))
+    question = [{"role": "user", "content": "When does the ferry go?"}]
+    with pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"), cpu_limit(0.02):
+        encoder.encode_chat(question, chat_template=loops)
+    with cpu_limit(10):
+        assert encoder.encode_chat(question)
+
+
+def test_a_limit_ends_nothing_behind_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "_WATCH_SECONDS", 0.0005)
+    for _ in range(200):
+        with suppress(TooMuchWork), cpu_limit(0.0001):
+            sum(range(20_000))
+        sum(number for number in range(2_000))

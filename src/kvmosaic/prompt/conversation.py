@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from kvmosaic.errors import InvalidMessages, InvalidTools
+from kvmosaic.errors import InvalidMessages, InvalidTools, TooMuchWork
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
@@ -325,6 +325,8 @@ class Conversation:
         options = {**self._options, **(instead or {})}
         try:
             text = self._tokenizer.apply_chat_template(messages, documents=documents, tokenize=False, **options)
+        except TooMuchWork:
+            raise
         except Exception as error:  # a template is a program: it may raise anything
             raise InvalidMessages(
                 f"the chat template refuses this conversation: {error}; change the messages, or pass another template "
