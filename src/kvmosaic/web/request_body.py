@@ -98,9 +98,12 @@ class RequestBodyMiddleware:
         num_bytes = 0
         try:
             is_packed = _is_packed(scope)
-            async with asyncio.timeout(BODY_SECONDS):
-                if not await self._read(receive, body, tenant):
-                    return None
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    if not await self._read(receive, body, tenant):
+                        return None
+            except asyncio.CancelledError:
+                raise _ended("the server ended before the whole body had come") from None
             if body:
                 check_json_type(Headers(scope=scope).get("content-type", ""))
             with self._rules.asking(scope):
@@ -137,7 +140,9 @@ class RequestBodyMiddleware:
                 await self._app(scope, body, forward)
         except ClientDisconnect:
             return
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                error = _ended("the server ended before the whole body had come; what was read before is stored")
             refusal = as_api_error(error, request_id_of(Request(scope)))
             if not has_begun:
                 await reply_of_error(refusal, scope)(scope, receive, forward)
@@ -270,6 +275,11 @@ class UploadBody:
             raise ApiError(413, told, code="body_too_large", headers=CLOSE)
         self._is_whole = not message.get("more_body", False)
         return message
+
+
+def _ended(told: str) -> ApiError:
+    """The reply to a request whose task was cancelled before it was read, as it is when the server ends."""
+    return ApiError(503, told, type="service_unavailable", code="unavailable", headers=CLOSE)
 
 
 class _Conversation:
