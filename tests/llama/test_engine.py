@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.engine_conformance import ask, params
 from support.engines import dense_logits
+from support.gguf import save_gguf
 from support.llama_engine import difference, documents, llama_engine, llama_reader, logits_of, reader_file
 
 from kvmosaic.assembly import bundled_reader
@@ -200,6 +201,10 @@ def test_models_and_settings_that_cannot_run_are_refused(tmp_path: Path) -> None
     damaged.write_bytes(reader_file().read_bytes()[:5000])
     with pytest.raises(UnsupportedModel):
         load_llama(damaged)
+    for key, value in {"block_count": 0, "attention.layer_norm_rms_epsilon": -1.0}.items():  # llama.cpp would abort
+        file = save_gguf(tmp_path / "number.gguf", metadata={f"llama.{key}": value})
+        with pytest.raises(UnsupportedModel, match=rf"damaged: its llama\.{key} is {value:g}; download it again"):
+            load_llama(file)
     with pytest.raises(InvalidConfig, match="f16"):
         load_llama(reader_file(), kv_cache_dtype="int3")
     with pytest.raises(InvalidConfig, match="between 1 and 4096"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,9 @@ ALL_LAYERS = -1
 """For `gpu_layers`."""
 _MANY_POSITIONS = {8: "M-RoPE", 24: "vision RoPE", 40: "interleaved M-RoPE"}
 """Types of rotation in llama.cpp that take more than one position per token."""
+_MAX_LAYERS = 512
+"""`LLAMA_MAX_LAYERS`."""
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon")
 _LATENT = "attention.key_length_mla"
 _SCALED = "its rotation also scales keys (YaRN, LongRoPE), which is undone after a move; take kv_cache_dtype='f16'"
 """Why quantized keys of such a model are not moved."""
@@ -176,6 +180,7 @@ def load_llama(
             f"{path.name} ({header.architecture}) has latent attention (MLA), which llama.cpp saves without values; "
             "take engine='transformers', with the folder of the model if it does not read this file"
         )
+    _check_numbers(header)
     file = LlamaFile(path, gpu_layers=gpu_layers, entries=_factors(header, max_positions))
     try:
         return _loaded(header, file, max_positions, cache_type)
@@ -229,6 +234,16 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
         token_differences=differences,
         immovable_reason=_SCALED if is_scaled else facts.reason,
     )
+
+
+def _check_numbers(header: GgufFile) -> None:
+    """Refuses numbers at which llama.cpp ends the process in place of reporting an error."""
+    limits = {"block_count": (1, _MAX_LAYERS), **dict.fromkeys(_EPSILONS, (0, math.inf))}
+    for key, (least, most) in limits.items():
+        if isinstance(value := header.stated(key), int | float) and not least <= value <= most:
+            raise UnsupportedModel(
+                f"{header.path} is damaged: its {header.architecture}.{key} is {value:g}; download it again"
+            )
 
 
 def _check_memory(header: GgufFile, file: LlamaFile) -> None:
