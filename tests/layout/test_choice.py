@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.layout import arrange, choose_strategy, dense
+from kvmosaic.layout import arrange, choose_strategy, chunk_mask, dense
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
@@ -33,6 +34,20 @@ def test_what_auto_chooses_fits_whenever_any_strategy_fits(chunks, num_system, n
     if min(ends.values()) <= limit:
         assert ends[chosen] <= limit
     assert (chosen == "sequential") == (ends["sequential"] <= limit)
+
+
+@given(
+    st.lists(st.integers(1, 5), max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["sequential", "shared"]),
+)
+def test_the_mask_by_numbers_of_chunks_is_that_of_the_prompt(chunks, num_system, num_question, strategy):
+    prompt = Prompt.from_tokens(range(num_system), [range(count) for count in chunks], range(num_question))
+    borders = np.cumsum([0, num_system, *chunks, num_question])
+    ids = np.repeat([-1, *range(len(chunks)), -2], np.diff(borders))
+    assert (chunk_mask(ids) == dense(arrange(prompt, strategy)).mask).all()
+    assert (chunk_mask(ids.tolist()) == chunk_mask(ids)).all()
 
 
 def split(*lengths: int) -> list[Segment]:

@@ -20,7 +20,8 @@ from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks
 from kvmosaic.eviction import check_priority, choose
-from kvmosaic.layout import Layout
+from kvmosaic.layout import Layout, arrange
+from kvmosaic.prompt import Prompt
 
 
 class KVCache(TenantChunks):
@@ -125,6 +126,14 @@ class KVCache(TenantChunks):
         self._counters.allocates += 1
         self._counters.allocate_seconds += self._clock() - started
         return allocation
+
+    def sequence(self, token_ids: Sequence[int], salt: str = "") -> CachedSequence:
+        """Plans and allocates one text of tokens, as an object; see `CachedSequence`.
+
+        Raises:
+            OutOfBlocks, RequestTooLarge: as `allocate`.
+        """
+        return CachedSequence(self, self.allocate(self.plan(arrange(Prompt.plain(token_ids)), salt)))
 
     def why_blocked(self, plan: Plan) -> OutOfBlocks | None:
         """Why a plan cannot be allocated now, but can after other requests end; None if it can now, or never."""
@@ -391,3 +400,57 @@ class KVCache(TenantChunks):
 
 def _used(pool: BlockPool) -> list[BlockId]:
     return [block_id for block_id in map(BlockId, range(pool.num_blocks)) if pool.reference_count(block_id)]
+
+
+class CachedSequence:
+    """A text of tokens in a `KVCache`, for an engine that adds tokens one by one.
+
+    sequence = kv_cache.sequence([1, 2, 3])   shares the blocks of what is cached; carry out `copies` first
+    sequence.slots                            write the keys and values of the tokens that are missing here
+    sequence.computed()                       they are written, and may be shared
+    copies = sequence.append(4)               blocks to copy before the keys and values of token 4 are written
+    other = sequence.fork()                   the same blocks, for another continuation
+    sequence.free()                           its blocks stay cached until they are evicted
+    """
+
+    def __init__(self, kv_cache: KVCache, allocation: Allocation) -> None:
+        self._kv_cache = kv_cache
+        self.allocation = allocation
+        self.copies = allocation.copies
+
+    def __len__(self) -> int:
+        """Count of its tokens."""
+        return self.allocation.last.num_tokens
+
+    @property
+    def block_ids(self) -> Sequence[BlockId]:
+        """Its blocks, in the order of its tokens."""
+        return self.allocation.last.table.block_ids
+
+    @property
+    def num_computed(self) -> int:
+        """Count of its first tokens whose keys and values are in the cache."""
+        return self.allocation.last.num_computed
+
+    @property
+    def slots(self) -> list[int]:
+        """For each token that is yet to be computed, the slot of its keys and values."""
+        return self.allocation.last.table.slots(self.num_computed, len(self) - self.num_computed)
+
+    def computed(self) -> None:
+        """Marks all its tokens as computed."""
+        self._kv_cache.begin_step()
+        self._kv_cache.advance(self.allocation, 0, len(self) - self.num_computed)
+        self._kv_cache.end_step()
+
+    def append(self, *token_ids: int) -> list[BlockCopy]:
+        """Adds tokens that are yet to be computed; see `KVCache.append_slots`."""
+        return self._kv_cache.append_slots(self.allocation, token_ids)
+
+    def fork(self) -> CachedSequence:
+        """A second sequence of the same tokens and blocks; all tokens must be computed."""
+        return CachedSequence(self._kv_cache, self._kv_cache.fork(self.allocation))
+
+    def free(self) -> None:
+        """Releases its blocks; a second call does nothing."""
+        self._kv_cache.release(self.allocation)

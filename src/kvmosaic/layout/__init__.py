@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Span,
         View,
         Visibility,
+        chunk_mask,
         context_with,
         dense,
     )
@@ -44,6 +45,7 @@ __all__ = [
     "Visibility",
     "arrange",
     "choose_strategy",
+    "chunk_mask",
     "composition_of",
     "context_with",
     "dense",
@@ -70,6 +72,7 @@ _HOMES = {
         "Span",
         "View",
         "Visibility",
+        "chunk_mask",
         "context_with",
         "dense",
     ),

@@ -9,6 +9,8 @@ from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Segment, SegmentKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -233,6 +235,28 @@ class DenseLayout:
         relative = self.question_positions[None, :] - self.question_positions[:, None]
         computed = self.positions[None, :] + self.distances - self.positions[:, None]
         return bool(((relative == computed) | ~self.mask).all())
+
+
+SYSTEM, QUESTION = -1, -2
+"""Numbers of tokens that are in no chunk, for `chunk_mask`."""
+
+
+def chunk_mask(chunk_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The mask of tokens of which each says in which chunk it is.
+
+    Args:
+        chunk_ids: [T], the number of each token's chunk, 0 and up; -1 in the system text, -2 in the question.
+
+    Returns:
+        [T, T], True where the row token sees the column token: itself, and of the tokens before it those of its own
+        chunk and of the system text; in the question all.
+    """
+    import numpy as np
+
+    ids = np.asarray(chunk_ids, dtype=np.int64)
+    seen = (ids[:, None] == ids) | (ids == SYSTEM) | (ids == QUESTION)[:, None]
+    mask: NDArray[np.bool_] = np.tri(len(ids), dtype=np.bool_) & seen
+    return mask
 
 
 def dense(layout: Layout) -> DenseLayout:
