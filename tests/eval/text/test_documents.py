@@ -2,9 +2,8 @@ import re
 
 import pytest
 
-from kvmosaic.eval.text import names as words
 from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.names import NameSource, is_held_out
+from kvmosaic.eval.text.names import WORDS, NameSource, is_held_out
 
 
 def draw(seed: int, split: str, count: int, recipe: Recipe | None = None) -> list[Example]:
@@ -42,7 +41,7 @@ def test_held_out_examples_use_only_held_out_stems() -> None:
 
 def test_no_held_out_person_or_town_is_a_word_of_the_training_text() -> None:
     source = TextSource(9, "held_out")
-    ordinary = {*words.ADJECTIVES, *words.NOUNS, *words.STREET_FIRST}
+    ordinary = {*WORDS["adjectives"], *WORDS["nouns"], *WORDS["street_first"]}
     names = {stem for _ in range(300) for stem in _stems(source) if stem.isalpha()} - ordinary
     text = " ".join(f"{d.title} {d.text}" for example in draw(2, "train", 2000) for d in example.documents)
     assert len(names) > 300

@@ -21,31 +21,9 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from kvmosaic.eval.text import names as words
-from kvmosaic.eval.text.names import NameSource, Split
+from kvmosaic.eval.text.names import WORDS, NameSource, Split
 
-LISTS: dict[str, list[str]] = {
-    "job": words.JOBS,
-    "food": words.FOODS,
-    "drink": words.DRINKS,
-    "hobby": words.HOBBIES,
-    "animal": words.ANIMALS,
-    "instrument": words.INSTRUMENTS,
-    "colour": words.COLOURS,
-    "language": words.LANGUAGES,
-    "weekday": words.WEEKDAYS,
-    "month": words.MONTHS,
-    "goods": words.GOODS,
-    "cargo": words.CARGO,
-    "sight": words.SIGHTS,
-    "place": words.PLACES,
-    "fuel": words.FUELS,
-    "material": words.MATERIALS,
-    "use": words.USES,
-    "subject": words.SUBJECTS,
-    "treasure": words.TREASURES,
-    "fear": words.FEARS,
-}
+LISTS = {name: WORDS[name] for name in WORDS["values"]}
 # Kinds of value that are sometimes replaced by a word that does not exist, so that only copying can be right.
 OPEN_KINDS = {"job", "food", "drink", "hobby", "animal", "instrument", "goods", "cargo", "sight", "place", "subject"}
 CURRENCIES = ["crowns", "coins", "dollars", "euros", "pounds", "francs", "marks"]
@@ -69,8 +47,8 @@ def draw_value(kind: str, names: NameSource) -> str:
             return names.river()
         case "street":
             if random.random() < 0.25:
-                return f"{names.town()} {random.choice(words.STREET_LAST)}"
-            return f"{random.choice(words.STREET_FIRST)} {random.choice(words.STREET_LAST)}"
+                return f"{names.town()} {random.choice(WORDS['street_last'])}"
+            return f"{random.choice(WORDS['street_first'])} {random.choice(WORDS['street_last'])}"
         case "year":
             return str(random.randint(1400, 1800) if random.random() < 0.2 else random.randint(1801, 2024))
         case "number":
@@ -86,7 +64,7 @@ def draw_value(kind: str, names: NameSource) -> str:
         case "years":
             return f"{random.randint(2, 30)} {random.choice(['years', 'years', 'months', 'weeks'])}"
         case "time":
-            word = random.choice(words.TIMES_IN_WORDS)
+            word = random.choice(WORDS["times_in_words"])
             return random.choice([f"{word} o'clock", f"half past {word}", f"{random.randint(5, 12)} am"])
         case _:
             raise ValueError(f"unknown kind of value {kind!r}; known lists: {sorted(LISTS)}")
@@ -268,7 +246,7 @@ class TextSource:
 
     def system(self) -> str | None:
         """A system text, or none."""
-        return None if self.random.random() < 0.08 else self.random.choice(words.SYSTEMS)
+        return None if self.random.random() < 0.08 else self.random.choice(WORDS["systems"])
 
     def relations(self, kind: Kind, recipe: Recipe) -> list[Relation]:
         """What the documents of a prompt say about one kind of thing."""
@@ -306,7 +284,7 @@ class TextSource:
             else:
                 sentences.append(self.sentence(entity, fact, template, short))
         if random.random() < recipe.fillers:
-            sentences.insert(random.randint(1, len(sentences)), random.choice(words.FILLERS))
+            sentences.insert(random.randint(1, len(sentences)), random.choice(WORDS["fillers"]))
         return Document(title, " ".join(sentences))
 
     def sentence(self, entity: Entity, fact: Fact, template: str, short: bool, first_names: bool = True) -> str:
