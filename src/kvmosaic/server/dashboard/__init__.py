@@ -62,48 +62,17 @@ DOCS_POLICY = (
 """Only this server's address; Swagger UI writes styles into its elements."""
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 
-_DOCS_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>kvmosaic: API</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="docs/swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="docs/swagger-ui-bundle.js"></script>
-<script>
-"use strict";
-async function show() {
-  let key = "", reply;
-  for (;;) {
-    reply = await fetch("openapi.json", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
-    if (reply.status !== 401) break;
-    key = prompt("API key of this server");
-    if (!key) return;
-  }
-  const spec = await reply.json();
-  spec.servers = [{ url: new URL(".", location).pathname.replace(/\\/$/, "") || "/" }];
-  const page = SwaggerUIBundle({ spec, dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null });
-  if (key) page.preauthorizeApiKey("key", key);
-}
-show();
-</script>
-</body>
-</html>
-"""
-
 
 def docs_router() -> APIRouter:
     """Returns the routes; they hold no data, so they need no key, and the page asks for one if the server needs it."""
     routes = APIRouter(include_in_schema=False)
-    policy = DOCS_POLICY.format(script=hash_of("script", _DOCS_PAGE))
+    page = files(__package__).joinpath("docs.html").read_text(encoding="utf-8")
+    policy = DOCS_POLICY.format(script=hash_of("script", page))
 
     @routes.get("/docs")
     async def docs() -> HTMLResponse:
         """The page."""
-        return HTMLResponse(_DOCS_PAGE, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
     for name, kind in ASSETS.items():
         _add_asset(routes, name, kind)
