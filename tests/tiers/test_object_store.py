@@ -195,7 +195,7 @@ def test_a_store_that_hangs_costs_the_deadline_and_no_threads(bucket: Bucket) ->
             assert time.monotonic() - start < 20, "it would hang for ever"
     assert len([thread for thread in threading.enumerate() if "object" in thread.name]) == ours
     bucket.gate.set()
-    assert tier.get_many([KEY], Deadline(10)) == {KEY: b"entry"}
+    assert tier.get_many([KEY], Deadline(10))[KEY] in (b"entry", b"other"), "a put that was given up may arrive"
     tier.close()
 
 
