@@ -27,6 +27,8 @@ WORDS = "ferry island harbour cat wheel market mill boat bell garden keeper brid
 ENDLESS = {**QUESTION, "n": 64, "window_tokens": 64, "sink_tokens": 4, "ignore_eos": True, "max_tokens": 2**20}
 NUM_ASKED = 8
 THINKS_SECONDS = 0.2
+MOST_STEPS = 4
+"""The step under way when a request comes, one while it is read, that of its documents and that of its question."""
 
 _numbers = count()
 
@@ -92,7 +94,9 @@ def flooded(target: Target, attack: Attack, num_clients: int) -> Iterator[list[f
 
 
 @pytest.mark.parametrize("ask", [new_documents, known_documents])
-@pytest.mark.parametrize(("attack", "num_clients", "most"), [(endless_answers, 1, 2 * 64), (long_prompts, 8, 2)])
+@pytest.mark.parametrize(
+    ("attack", "num_clients", "most"), [(endless_answers, 1, MOST_STEPS * 64), (long_prompts, 8, 2)]
+)
 def test_little_is_done_for_another_tenant_before_the_first_token(
     target: Target, attack: Attack, num_clients: int, most: int, ask: Callable[[], dict[str, Any]]
 ) -> None:
