@@ -655,14 +655,14 @@ class LLM:
         placing: _Placing,
         progress: Progress | None,
     ) -> list[RequestOutput]:
-        self._warn(told_splits(prompts))
+        self._warn(told_splits(prompts), *(prompt.remark for prompt in prompts))
         requests = (self._add(*each, placing) for each in zip(prompts, params, priorities, strict=True))
         return [request.output() for request in self.engine.run(requests, progress)]
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams, priority: int, placing: _Placing
     ) -> Iterator[RequestOutput]:
-        self._warn(told_splits([prompt]))
+        self._warn(told_splits([prompt]), prompt.remark)
         request = self._add(prompt, params, priority, placing)
         shown = (0, False)
         try:

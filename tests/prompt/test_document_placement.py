@@ -173,4 +173,4 @@ def test_a_message_that_looks_like_a_wrapper_does_not_move_the_cut():
 
 def test_a_template_that_shows_no_message_has_no_place():
     with pytest.raises(InvalidMessages, match="shows none of the messages"):
-        placed("{{ bos_token }}nothing")
+        placed("{{ bos_token }}nothing", [USER])

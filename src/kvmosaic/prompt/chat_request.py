@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvmosaic.errors import InvalidMessages
@@ -54,7 +54,7 @@ def separated_prompt(text: str, separator: str | None, documents: Sequence[Docum
 
 def content_parts(message: Mapping[str, Any]) -> list[Any]:
     """Message content as a list of parts."""
-    content = message["content"]
+    content = message.get("content") or ""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
@@ -87,11 +87,60 @@ def _told_turn(message: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[s
     return {"role": read["role"], "content": "\n".join(filter(None, [read["content"], *written]))}
 
 
-def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The conversation with 'system' for 'developer' where the template treats them alike."""
-    if "developer" in (template or ""):
-        return list(messages)
-    return [{**message, "role": "system"} if message.get("role") == "developer" else message for message in messages]
+    known = "developer" if "developer" in (template or "") else "system"
+    return [{**message, "role": known} if message.get("role") == "developer" else {**message} for message in messages]
+
+
+def other_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Forms of a conversation for a template that refuses it, each with what was done.
+
+    A template may take one system message at the start, or none, or no two messages of the user in a row.
+    """
+    num_first = next((number for number, each in enumerate(messages) if not is_system(each)), len(messages))
+    first = [_joined(messages[:num_first])] if num_first else []
+    forms = {
+        "": list(messages),
+        "system messages were joined, or begin the user's next message": [*first, *_by_user(messages[num_first:])],
+        "the system message begins the user's message": _by_user([*first, *messages[num_first:]]),
+    }
+    for told, form in forms.items():
+        for also, turns in (("", form), ("neighbouring messages of the user were joined", _in_turns(form))):
+            if what := "; ".join(filter(None, (told, also))):
+                yield f"the model's chat template refuses the conversation as it was sent: {what}", turns
+
+
+def _in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with neighbouring messages of the user as one."""
+    turns = list[Mapping[str, Any]]()
+    for message in messages:
+        if turns and turns[-1]["role"] == message["role"] == "user":
+            turns[-1] = _joined([turns[-1], message])
+        else:
+            turns.append(message)
+    return turns
+
+
+def _by_user(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with the texts of system messages in front of the user's next message, or as one of the user."""
+    told, waiting = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    for message in messages:
+        if is_system(message):
+            waiting.append(message)
+        elif message["role"] == "user":
+            told.append({**_joined([*waiting, message]), "role": "user"} if waiting else message)
+            waiting = []
+        else:
+            told.append(message)
+    return [*told, {**_joined(waiting), "role": "user"}] if waiting else told
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One message with the texts of all, an empty line between them, and with what else the last one says."""
+    between = {"type": "text", "text": ""}
+    parts = [part for message in messages for part in (between, *content_parts(message))][1:]
+    return {**messages[-1], "content": parts}
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvmosaic.errors import InvalidMessages, InvalidTools, TooMuchWork
 from kvmosaic.prompt.chat_template.marks import MarkPlace, Marks, map_texts
+from kvmosaic.prompt.message import is_system
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, merged, template
 from kvmosaic.prompt.tokenizer import Tokenizer, control_tokens
 from kvmosaic.tools import canonical_tools, shows_tools
@@ -27,6 +28,10 @@ _NO_CONTENT = re.compile(r"""(?<!\w)(\w+(?:\.content|\[['"]content['"]\])) is (n
 """How templates ask whether a message has no content; transformers leaves such a content out, which is not none."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 Documents = list[dict[str, str]] | None
+
+
+class TemplateRefusal(InvalidMessages):
+    """The chat template raises an error."""
 
 
 def schemas_of(tools: Sequence[Any], tokenizer: Tokenizer) -> list[Any]:
@@ -262,6 +267,13 @@ class Conversation:
                 "the chat template takes contents apart (it cuts them or changes their letters), so they cannot be "
                 "distinguished from its own text; pass another template with chat_template=..."
             )
+        shown = {owners[item.index] for item in items if not isinstance(item, str)}
+        for number, message in enumerate(self.messages):
+            if is_system(message) and message["content"].strip() and number not in shown:
+                raise TemplateRefusal(
+                    f"the chat template leaves message {number} ({message['role']}) out; give its text to the user's "
+                    "message, or pass another template with chat_template=..."
+                )
         written = self._written(items, texts, documents)
         return merged(
             template(text) if isinstance(item, str) else foreign(text, owners[item.index])
@@ -328,7 +340,7 @@ class Conversation:
         except TooMuchWork:
             raise
         except Exception as error:  # a template is a program: it may raise anything
-            raise InvalidMessages(
+            raise TemplateRefusal(
                 f"the chat template refuses this conversation: {error}; change the messages, or pass another template "
                 "with chat_template=..."
             ) from error

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
-from kvmosaic.prompt.chat_request import with_told_tools
+from kvmosaic.prompt.chat_request import known_roles, other_forms, with_told_tools
 from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.companions import paragraph_for, read_companions
-from kvmosaic.prompt.conversation import Conversation
+from kvmosaic.prompt.conversation import Conversation, TemplateRefusal
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
 from kvmosaic.prompt.found_documents import DocumentFinder, Part, found_parts, said_before, split_at_documents
@@ -216,9 +218,22 @@ class PromptEncoder:
             InvalidPrompt: and its other subclasses.
             InvalidPreamble: a rule that cannot be read or used.
         """
-        rule = self._preamble if preamble is None else preamble_rule(preamble)
-        messages, conversation = self._conversation(messages, template_options)
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
+        rule = self._preamble if preamble is None else preamble_rule(preamble)
+        encode = partial(self._encode_chat, read, rule=rule, salt=salt, finder=finder, options=template_options)
+        return _as_taken(messages, encode)
+
+    def _encode_chat(
+        self,
+        read: tuple[Document, ...],
+        messages: Any,
+        *,
+        rule: PreambleRule,
+        salt: str,
+        finder: DocumentFinder | None,
+        options: Mapping[str, Any],
+    ) -> Prompt:
+        messages, conversation = self._conversation(messages, options)
         last_answer = conversation.last_answer
         if not read:
             pieces = conversation.pieces()
@@ -244,9 +259,12 @@ class PromptEncoder:
         companions = self._companion_tokens(lambda text: placing.chunk(Document(text)), prompt.segments)
         return replace(prompt, companions=companions)
 
-    def _conversation(self, messages: Any, options: dict[str, Any]) -> tuple[Any, Conversation]:
+    def _conversation(self, messages: Any, options: Mapping[str, Any]) -> tuple[Any, Conversation]:
         """A conversation whose tools the model sees, and its messages."""
-        conversation = Conversation(self._known_tokenizer(), read_messages(messages), options)
+        read = read_messages(messages)
+        template = options.get("chat_template") or getattr(self._known_tokenizer(), "chat_template", None)
+        messages, read = known_roles(str(template), messages), known_roles(str(template), read)
+        conversation = Conversation(self._known_tokenizer(), read, options)
         if self._tells_tools and (tools := conversation.hidden_tools):
             messages = with_told_tools(messages, tools)
             conversation = Conversation(self._known_tokenizer(), read_messages(messages), {**options, "tools": None})
@@ -316,10 +334,14 @@ class PromptEncoder:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": _PLACEHOLDER_QUESTION})
         if is_found:
-            told, conversation = self._conversation(messages, template_options)
-            parts = found_parts(conversation.pieces(), read)
             rule = self._preamble if preamble is None else preamble_rule(preamble)
-            return self._splitting()._encode_found(conversation, parts, told, rule, salt)
+
+            def encode(messages: Any) -> Prompt:
+                told, conversation = self._conversation(messages, template_options)
+                parts = found_parts(conversation.pieces(), read)
+                return self._splitting()._encode_found(conversation, parts, told, rule, salt)
+
+            return _as_taken(messages, encode)
         return self.encode_chat(messages, read, salt=salt, preamble=preamble, **template_options)
 
     def bare(self, text: str) -> tuple[int, ...]:
@@ -508,6 +530,17 @@ class PromptEncoder:
                 "there is no tokenizer, so text cannot be read; give token ids (Prompt.from_tokens) or load a tokenizer"
             )
         return self.tokenizer
+
+
+def _as_taken(messages: Any, encode: Callable[[Any], Prompt]) -> Prompt:
+    """Encodes a conversation; one that the template refuses, in the first form that it takes."""
+    try:
+        return encode(messages)
+    except TemplateRefusal:
+        for remark, moved in other_forms(messages):
+            with suppress(TemplateRefusal):
+                return replace(encode(moved), remark=remark)
+        raise
 
 
 def _found_text(text: str) -> list[TextPiece]:

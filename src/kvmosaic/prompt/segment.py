@@ -185,6 +185,8 @@ class Prompt:
     """Documents before the first one, in a prompt that warms the cache for later ones: chooses its companions."""
     documents_order: DocumentsOrder | None = field(default=None, compare=False)
     """Whether the cache may choose which documents come first ("any"); None: as the settings say."""
+    remark: str = field(default="", compare=False, repr=False)
+    """What the reply says of how the conversation was read."""
     adapter: str | None = None
     """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
     prompts with documents only."""

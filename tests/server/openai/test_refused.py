@@ -84,7 +84,6 @@ def test_field_is_refused_by_its_name(http, fields, param):
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "given twice"),
         ({"documents": ["a", {"title": "no text"}]}, "document number 2 has neither a text nor the id"),
         ({"messages": [{"role": "user", "content": " "}]}, "no content"),
-        ({"messages": [*MESSAGES, {"role": "system", "content": "late"}]}, "refuses this conversation"),
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "the prompt has 100"),
         ({"chat_template_kwargs": {"tokenize": True}}, "'tokenize'"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "'chat_template'"),

@@ -127,12 +127,25 @@ def test_what_a_real_answer_said_can_be_sent_back_however_it_was_cut(calling: op
 
 
 def test_a_body_of_codex_is_answered(calling: openai.OpenAI) -> None:
-    said = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+    turns = [
+        ("developer", "You are a coding agent."),
+        ("developer", "Files are read."),
+        ("user", "cwd: /"),
+        ("user", QUESTION),
+    ]
+    said = [
+        {"type": "message", "id": f"msg_{number}", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for number, (role, text) in enumerate(turns)
+    ]
+    others = [
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "namespace", "name": "agents"},
+        {"type": "web_search"},
+    ]
     body = {
         "model": "reader",
-        "instructions": "You are a coding agent.",
         "input": said,
-        "tools": [TOOLS[0] | {"strict": False}, {"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
+        "tools": [TOOLS[0] | {"strict": False}, *others],
         "tool_choice": "auto",
         "parallel_tool_calls": False,
         "reasoning": {"effort": "medium", "summary": "auto"},
@@ -140,13 +153,16 @@ def test_a_body_of_codex_is_answered(calling: openai.OpenAI) -> None:
         "stream": True,
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "0199",
+        "extra_body": {"client_metadata": {"thread_id": "0199"}},
         "text": {"verbosity": "medium"},
         "temperature": 0,
     }
     events = list(calling.responses.create(**body, max_output_tokens=8))  # type: ignore[call-overload]
     final = events[-1].response
     assert [each.name for each in final.tools] == ["shell"] and final.parallel_tool_calls is False
-    assert [said.split(" was")[0] for said in final.kvmosaic["warnings"]] == ["'tools.*'", "'tools.*'", "'reasoning'"]
+    told = [warning.split(" was")[0] for warning in final.kvmosaic["warnings"]]
+    assert told[:5] == ["unknown field 'client_metadata'", *["'tools.*'"] * 3, "'reasoning'"]
+    assert all("refuses the conversation as it" in each for each in told[5:])
     again = {"input": [*said, *assembled([event.model_dump(exclude_unset=True) for event in events]), *said]}
     reply = calling.responses.create(**{**body, **again, "stream": False, "reasoning": None}, max_output_tokens=1)
     assert reply.usage.input_tokens > final.usage.input_tokens

@@ -162,7 +162,7 @@ def chat_prompt(
         InvalidMessages, InvalidDocument, InvalidPrompt: see `PromptEncoder.encode_chat`.
         UnknownDocument: an id that this tenant has not stored.
     """
-    kept, marked = take_marked(known_roles(_template_of(sources.llm), messages))
+    kept, marked = take_marked(messages)
     blocks = blocks or BlockDocuments()
     kept, separated = take_separated(kept, None if blocks.are_any else sources.settings.chunk_separator)
     given = read_documents(sources, tenant, body)
@@ -221,7 +221,9 @@ def _told(llm: LLM, prompt: Prompt, given: GivenDocuments) -> EncodedPrompt:
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
     ids = frozenset(filter(None, (*(document.id for document in given.documents), *found)))
     note = f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else ""
-    return EncodedPrompt(prompt, note, ids, warnings=(*given.warnings, *filter(None, [told_splits([prompt])])))
+    return EncodedPrompt(
+        prompt, note, ids, warnings=(*given.warnings, *filter(None, [told_splits([prompt]), prompt.remark]))
+    )
 
 
 def _encode_chat(
@@ -243,7 +245,9 @@ def _encode_chat(
                 "this model has no chat template, so there is nothing to be set; leave its options out"
             )
         how: dict[str, Any] = {"is_endless": rendering.is_endless, "preamble": preamble, "finder": finder}
-        return llm.compose(messages, documents=documents or None, salt=salt, companions=companions, **how)
+        return llm.compose(
+            known_roles(None, messages), documents=documents or None, salt=salt, companions=companions, **how
+        )
     check_variables(llm.model.tokenizer, options)
     if rendering.tools:
         options["tools"] = list(rendering.tools)

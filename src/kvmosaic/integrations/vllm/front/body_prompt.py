@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvmosaic.integrations.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
-from kvmosaic.prompt.chat_request import check_variables, known_roles, separated_prompt, take_marked, take_separated
+from kvmosaic.prompt.chat_request import check_variables, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
@@ -167,7 +168,9 @@ class Renderer:
         if not template:
             prompt = self._without_template(read_messages(messages), documents)
             return encoder.encode(prompt, control_tokens=False, preamble=options["preamble"])
-        prompt = encoder.encode_chat(known_roles(template, messages), documents, **options, **rendering)
+        prompt = encoder.encode_chat(messages, documents, **options, **rendering)
+        if prompt.remark:
+            self.given = replace(self.given, warnings=(*self.given.warnings, prompt.remark))
         return _with_chunks(prompt)
 
     def _without_template(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]) -> Prompt:

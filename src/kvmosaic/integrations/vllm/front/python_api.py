@@ -11,7 +11,6 @@ from kvmosaic.integrations.vllm.front.served_model import ServedModel
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Prompt, PromptOptions
-from kvmosaic.prompt.chat_request import known_roles
 from kvmosaic.repair import NameFinder
 
 MAX_PROMPTS = 2**20
@@ -120,13 +119,10 @@ def chat(
     """
     how, model = _how(position_strategy, context_with(companions, chunk_context), repair), _model_of(llm)
     encoder = model.encoder(PromptOptions(preamble=preamble)).beside(companions)
-    template, rendering = model.rendering(chat_template, tools)
+    _, rendering = model.rendering(chat_template, tools)
     variables = {**(chat_template_kwargs or {}), **rendering}
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    encoded = [
-        encoder.encode_chat(known_roles(template, conversation), documents, salt=salt, **variables)
-        for conversation in conversations
-    ]
+    encoded = [encoder.encode_chat(conversation, documents, salt=salt, **variables) for conversation in conversations]
     return _generated(llm, encoded, how, sampling_params, options)
 
 
