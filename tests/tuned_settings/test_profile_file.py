@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +60,7 @@ anything = st.recursive(
 
 def changed(place: str, value: Any) -> dict[str, Any]:
     """The fields of a good profile with another value somewhere; `...` leaves it out."""
-    content = copy.deepcopy(PROFILE.to_dict())
+    content = json.loads(json.dumps(PROFILE.to_dict()))
     *outer, name = place.split("/")
     inner: Any = content
     for key in outer:
@@ -109,27 +108,26 @@ def test_one_wrong_field_is_noticed(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "told"),
     [
-        ("kvmosaic_profile", 3, "its format kvmosaic_profile is 3, and this version reads 4; tune again"),
-        ("adapter", {"folder": "mine"}, "adapter.digest is missing"),
-        ("adapter", {"folder": "", "digest": "0" * 64}, "adapter.folder is ''"),
-        ("adapter", "mine", "adapter must be a JSON object, got 'mine'"),
-        ("kvmosaic_profile", ..., "kvmosaic_profile is missing"),
-        ("repair", "most", "repair: repair is 'most'; choose one of none"),
-        ("repair", "query(2)", "repair: query(fraction) computes this share"),
-        ("position_strategy", "absolute", "position_strategy is 'absolute'; it must be sequential or shared"),
-        ("fingerprint", "0" * 63, "it must be 64 hexadecimal digits"),
-        ("fingerprint", "٣" * 64, "it must be 64 hexadecimal digits"),
-        ("model", "\x1b[2J", "it must be 1 to 4096 printable characters"),
-        ("goal", [], "goal must be a JSON object, got []"),
-        ("goal/loss", 1.5, "goal.loss is 1.5; it must be a number from 0 to 1"),
-        ("goal/is_reached", 1, "goal.is_reached is 1; it must be true or false"),
-        ("goal/looss", 0.1, "goal.looss is unknown; remove it"),
-        ("measured/seed", True, "measured.seed is True"),
-        ("measured/seed", 2**63, "measured.seed is"),
-        ("measured/date", "yesterday", "a day such as 2026-03-31"),
-        ("measured/tasks", [], "a list of 1 to 100 objects"),
-        ("measured/tasks/1/accuracy", -0.1, "measured.tasks.1.accuracy is -0.1"),
-        ("measured/tasks/0/cases", 0, "measured.tasks.0.cases is 0"),
+        ("kvmosaic_profile", 3, "its format kvmosaic_profile is 3, and this version reads 5; tune again"),
+        ("kvmosaic_profile", ..., "its format kvmosaic_profile is None"),
+        ("adapter", ["mine"], "adapter is ['mine']: Input should be a valid string"),
+        ("adapter_digest", "0" * 63, "adapter_digest is '0000"),
+        ("repair", "most", "repair is 'most': repair is 'most'; choose one of none"),
+        ("repair", "query(2)", "query(fraction) computes this share"),
+        ("position_strategy", "absolute", "position_strategy is 'absolute': it must be sequential or shared"),
+        ("fingerprint", ..., "fingerprint is missing"),
+        ("fingerprint", "٣" * 64, "String should match pattern"),
+        ("model", "\x1b[2J", "it must be printable characters"),
+        ("goal", [], "goal is []"),
+        ("goal/loss", 1.5, "goal.loss is 1.5: Input should be less than or equal to 1"),
+        ("goal/is_reached", 1, "goal.is_reached is 1: Input should be a valid boolean"),
+        ("goal/looss", 0.1, "goal.looss is unknown; look at"),
+        ("seed", True, "seed is True: Input should be a valid integer"),
+        ("seed", 2**63, "seed is 9223372036854775808: Input should be less"),
+        ("date", "yesterday", "String should match pattern"),
+        ("tasks", [], "at least 1 item"),
+        ("tasks/1/accuracy", -0.1, "tasks.1.accuracy is -0.1"),
+        ("tasks/0/cases", 0, "tasks.0.cases is 0"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, place: str, value: Any, told: str) -> None:
