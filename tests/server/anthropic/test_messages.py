@@ -105,6 +105,16 @@ def test_neighbours_with_the_same_role_are_one_message(client: anthropic.Anthrop
     assert one.content == two.content and prompt_tokens(one.usage) == prompt_tokens(two.usage)
 
 
+def test_a_body_of_claude_code_is_answered(client: anthropic.Anthropic) -> None:
+    asked = user({"type": "text", "text": "<system-reminder>"}, {**QUESTION, "cache_control": MARK})
+    late = {"role": "system", "content": "Answer in French."}
+    system = [{"type": "text", "text": "You are an agent."}, {"type": "text", "text": "Work.", "cache_control": MARK}]
+    ignored = {"context_management": {"edits": []}, "output_config": {"effort": "high"}}
+    fields = {"messages": [asked, late], "system": system, "thinking": {"type": "adaptive"}, "extra_body": ignored}
+    told = "the model's chat template refuses the conversation as it was sent: system messages were joined, or begin"
+    assert any(told in each for each in client.messages.create(**body(**fields)).kvmosaic["warnings"])
+
+
 def test_form_of_the_answer(client: anthropic.Anthropic) -> None:
     schema = {"type": "object", "properties": {"to": {"enum": ["Oak Island"]}}, "required": ["to"]}
     form = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
