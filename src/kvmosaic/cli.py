@@ -254,4 +254,9 @@ def serve(context: typer.Context) -> None:
 def _launch(settings: Any, read: Callable[[], Any]) -> None:
     from kvmosaic.server.launch import launch
 
-    launch(settings, read)
+    async def fill(services: Any) -> str:
+        from kvmosaic.console.documents.sync import add_documents
+
+        return await add_documents(services, settings.documents)
+
+    launch(settings, read, fill)

@@ -64,6 +64,9 @@ A message states the value, the limit and the way out. After any of them the cac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class KVMosaicError(Exception):
     """Root of every error this package raises on purpose."""
@@ -338,3 +341,21 @@ class EngineStopped(EngineError):
 
 class ServerError(KVMosaicError):
     """A running server cannot be asked, or does not do what it is asked."""
+
+
+def first_fault(faults: Sequence[Any]) -> str:
+    """The first fault that pydantic found, with its place: "tasks[1].cases: Input should be at least 1, got 0"."""
+    fault = faults[0]
+    *outer, name = fault["loc"] or ("",)
+    if fault["type"] in ("missing", "unexpected_keyword_argument"):
+        what = (
+            f"there is no {name!r}" if fault["type"] == "missing" else f"{name!r:.80} is unknown; look at its spelling"
+        )
+        return f"{_place(outer)}: {what}" if outer else what
+    told = fault["msg"].removeprefix("Value error, ")
+    got = "" if fault["type"] == "value_error" else f", got {fault['input']!r:.80}"
+    return f"{_place(fault['loc'])}: {told}{got}"
+
+
+def _place(names: Sequence[Any]) -> str:
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names).lstrip(".")[:200]

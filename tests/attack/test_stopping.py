@@ -15,7 +15,7 @@ import threading, time
 from kvmosaic.server import launch
 from kvmosaic.server.services import Services
 
-async def hang_with_the_loop(services):
+async def hang_with_the_loop(*arguments):
     launch.logger.warning("hangs")
     while True:
         pass
@@ -29,7 +29,11 @@ launch.CLOSING_SECONDS = 1
 from kvmosaic.cli import main
 main()
 """
-FAULTS = {"loop": "launch._warmed = hang_with_the_loop", "closing": "Services.close = hang_while_closing", "none": ""}
+FAULTS = {
+    "loop": "launch._Launch._warm = hang_with_the_loop",
+    "closing": "Services.close = hang_while_closing",
+    "none": "",
+}
 
 
 class HangingServer(ServeCommand):

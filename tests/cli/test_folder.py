@@ -9,13 +9,17 @@ from kvmosaic.console.folder import find_documents, read_folder
 from kvmosaic.errors import InvalidDocument
 
 
-def test_documents_are_text_files_sorted_by_name(tmp_path: Path) -> None:
+def test_documents_are_text_files_sorted_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "b.md").write_text("second\n")
     (tmp_path / "a.txt").write_text("\ufefffirst")
-    (tmp_path / "c.pdf").write_bytes(b"%PDF")
+    (tmp_path / "c.png").write_bytes(b"PNG")
+    (tmp_path / "d.pdf").write_bytes(b"%PDF")
     (tmp_path / ".hidden.txt").write_text("hidden")
     (tmp_path / "folder.txt").mkdir()
-    assert read_folder(tmp_path) == [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}]
+    (tmp_path / "folder.txt" / "c.txt").write_text("third")
+    found = [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}, {"id": "folder.txt/c", "text": "third"}]
+    assert read_folder(tmp_path) == found
+    assert caplog.messages[0].startswith("left out: 'd.pdf' cannot be read") and len(caplog.messages) == 1
 
 
 def test_files_with_one_stem_keep_their_endings(tmp_path: Path) -> None:
@@ -33,16 +37,16 @@ def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) 
 
 
 def test_folder_without_text_files_says_what_it_looks_for(tmp_path: Path) -> None:
-    with pytest.raises(InvalidDocument, match=r"no \.txt or \.md file; .* not in sub-folders"):
+    with pytest.raises(InvalidDocument, match=r"has no file that can be read; suffixes: \.txt, "):
         read_folder(tmp_path)
 
 
 def test_undecodable_and_empty_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(InvalidDocument, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+    with pytest.raises(InvalidDocument, match=r"latin\.txt' is not UTF-8 text \(byte 3\)"):
         read_folder(tmp_path)
     (tmp_path / "latin.txt").write_text(" \n")
-    with pytest.raises(InvalidDocument, match=r"latin\.txt is empty"):
+    with pytest.raises(InvalidDocument, match=r"latin\.txt' has no text"):
         read_folder(tmp_path)
 
 
@@ -51,7 +55,7 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (tmp_path / name).write_text("x" * 100)
     for limit, value, message in [
         ("MAX_FILES", 1, "has 2 documents; at most 1"),
-        ("MAX_FILE_BYTES", 99, "has 100 bytes; a document may have 99"),
+        ("MAX_FILE_BYTES", 99, "has 100 bytes; at most 99"),
         ("MAX_FOLDER_BYTES", 150, "longer than 150 characters"),
     ]:
         with monkeypatch.context() as patch, pytest.raises(InvalidDocument, match=message):

@@ -144,7 +144,7 @@ def test_documents_that_cannot_be_computed_do_not_stop_the_others(tiny_model: Pa
     result = run("warm", tiny_model, folder, "--chunk-tier", url, "--chunk-cache-size", "200KiB", "--json")
     done = json.loads(result.stdout)
     assert result.exit_code == 1 and (done["computed"], done["failed"], done["left"]) == (3, 4, 0)
-    for name, why in {"broken": "not UTF-8", "empty": "is empty", "huge": "", "long": "2048"}.items():
+    for name, why in {"broken": "not UTF-8", "empty": "has no text", "huge": "", "long": "2048"}.items():
         assert any(f"not computed: {name}: " in line and why in line for line in result.stderr.splitlines()), why
 
 

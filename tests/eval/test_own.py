@@ -97,12 +97,12 @@ def test_answers_documents_and_ids_are_taken_where_they_are_known(folder: Path, 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"question": 5}', "question: it must be a text"),
+        ('{"question": 5}', "question: Input should be a valid string, got 5"),
         ('{"answer": "x"}', "there is no 'question'"),
         ('{"question": "x"', "it is not JSON"),
         ('{"question": "x", "documents": ["sea"]}', "there is no document 'sea'"),
-        ('{"question": "x", "documents": []}', "its list of documents is empty"),
-        ('{"question": "x", "answer": []}', "answer: it is empty"),
+        ('{"question": "x", "documents": []}', "documents: List should have at least 1 item"),
+        ('{"question": "x", "answer": []}', "answer: List should have at least 1 item"),
     ],
 )
 def test_a_line_that_is_no_question_is_told_with_its_number(folder: Path, tmp_path: Path, line: str, told: str) -> None:
@@ -204,9 +204,9 @@ def test_fewer_questions_of_squad_are_the_first_of_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"answers": []}, "it has no answer, as in SQuAD 2.0"),
+        ({"answers": []}, "has no answer, as in SQuAD 2.0"),
         ({"question": " "}, "question: it is empty"),
-        ({"id": None}, "there is no 'id'"),
+        ({"id": None}, "id: Input should be a valid string, got None"),
         ({"id": "q1a"}, "its id 'q1a' is that of another question"),
     ],
 )

@@ -60,6 +60,40 @@ def serve(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", *arguments])
 
 
+@pytest.mark.slow
+def test_files_and_folders_are_stored_and_computed_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    (folder / "old").mkdir(parents=True)
+    (folder / "ferry.md").write_text("The ferry goes to Oak Island.")
+    (folder / "old" / "mill.txt").write_text("The mill grinds oats.")
+    for name in ("a.md", "b.md"):
+        (folder / name).write_text(" ")
+    with ServeCommand(str(folder), KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
+        server.until_ready()
+        assert "documents  2 stored, 2 refused\n" in server.log
+        assert "refused: a.md and 1 more: it has no text" in server.log
+        server.until("computed [0-9]+ tokens of 2 stored documents")
+        ids = [each["id"] for each in httpx.get(f"{server.url}/v1/documents", timeout=60).json()["data"]]
+        assert sorted(ids) == ["ferry.md", "old/mill.txt"] and num_chunks(server) == 2
+        server.stop()
+        assert server.wait() == 0
+    again = [str(folder), str(folder / "ferry.md")]
+    with ServeCommand(*again, KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
+        server.until_ready()
+        assert "documents  2 stored, 1 replaced, 2 refused\n" in server.log, (
+            "of several, a folder's files have its name in front"
+        )
+
+
+def test_files_that_cannot_be_stored_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    told = serve("reader", str(tmp_path / "missing"))
+    assert told.exit_code == 2 and "DOCUMENTS: there is no file or folder" in told.output
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {key: 0123456789abcdef0, tenant: a}\n- {key: 0123456789abcdef1, tenant: b}\n")
+    told = serve("reader", str(tmp_path), "--keys-file", str(keys))
+    assert "this server has several tenants; give each its own: kvmosaic documents sync" in told.output
+
+
 def test_chunks_of_an_expired_document_are_dropped_though_nothing_is_asked() -> None:
     with ServeCommand() as server:
         server.until_ready()

@@ -3,14 +3,3 @@
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.model_facts import ModelFacts, read_model
 from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, Stage, TierPlan, plan_capacity
-
-__all__ = [
-    "CapacityPlan",
-    "Demand",
-    "MemorySplit",
-    "ModelFacts",
-    "Stage",
-    "TierPlan",
-    "plan_capacity",
-    "read_model",
-]

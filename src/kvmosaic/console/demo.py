@@ -91,44 +91,22 @@ class Visit:
     documents: tuple[str, ...]
 
 
-VISITS = (
-    Visit("When was Fenbury founded?", ("Fenbury", "Golden Anchor Museum", "Amber Pearl", "Corlow Lighthouse")),
-    Visit(
-        "Who is the captain of the Amber Pearl?",
-        ("Talmira Varlow", "Amber Pearl", "Corlow Lighthouse", "Golden Anchor Museum", "Fenbury"),
-    ),
-    Visit(
-        "Where did Talmira Varlow grow up?",
-        ("Corlow Lighthouse", "Talmira Varlow", "Torren Briwick", "Fenbury", "Bellos"),
-    ),
-    Visit(
-        "What does Torren Briwick drink in the morning?",
-        ("Golden Anchor Museum", "Bellos", "Torren Briwick", "Summer Breeze Regatta", "Talmira Varlow"),
-    ),
-    Visit(
-        "In which month does the Summer Breeze Regatta take place?",
-        (
-            "Amber Pearl",
-            "Summer Breeze Regatta",
-            "Torren Briwick",
-            "Corlow Lighthouse",
-            "Golden Anchor Museum",
-            "Fenbury",
-        ),
-    ),
-    Visit(
-        "How high is the Corlow Lighthouse?",
-        (
-            "Bellos",
-            "Talmira Varlow",
-            "Summer Breeze Regatta",
-            "Corlow Lighthouse",
-            "Fenbury",
-            "Amber Pearl",
-            "Torren Briwick",
-        ),
-    ),
-)
+_VISITS = """\
+When was Fenbury founded?
+  Fenbury, Golden Anchor Museum, Amber Pearl, Corlow Lighthouse
+Who is the captain of the Amber Pearl?
+  Talmira Varlow, Amber Pearl, Corlow Lighthouse, Golden Anchor Museum, Fenbury
+Where did Talmira Varlow grow up?
+  Corlow Lighthouse, Talmira Varlow, Torren Briwick, Fenbury, Bellos
+What does Torren Briwick drink in the morning?
+  Golden Anchor Museum, Bellos, Torren Briwick, Summer Breeze Regatta, Talmira Varlow
+In which month does the Summer Breeze Regatta take place?
+  Amber Pearl, Summer Breeze Regatta, Torren Briwick, Corlow Lighthouse, Golden Anchor Museum, Fenbury
+How high is the Corlow Lighthouse?
+  Bellos, Talmira Varlow, Summer Breeze Regatta, Corlow Lighthouse, Fenbury, Amber Pearl, Torren Briwick
+"""
+_LINES = [line.strip() for line in _VISITS.splitlines()]
+VISITS = tuple(Visit(asked, tuple(about.split(", "))) for asked, about in zip(_LINES[::2], _LINES[1::2], strict=True))
 """Questions about the bundled documents."""
 
 

@@ -1,49 +1,58 @@
-"""Folders of text files, read as documents."""
+"""Folders of files, read as documents: texts, Markdown, HTML, PDF and DOCX, also those in sub-folders."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from kvmosaic.errors import InvalidDocument
+from kvmosaic.errors import InvalidDocument, MissingExtra
+from kvmosaic.extraction import SUFFIXES, extract_text, is_readable
 
-SUFFIXES = (".txt", ".md")
 MAX_FILES = 10_000
-MAX_FILE_BYTES = 4 * 2**20
+MAX_FILE_BYTES = 2**28
 MAX_FOLDER_BYTES = 64 * 2**20
+logger = logging.getLogger("kvmosaic")
 
 
 def read_folder(folder: Path) -> list[dict[str, str]]:
-    """Reads the .txt and .md files of a folder, sorted by name, as `{"id", "text"}` documents.
+    """Reads the files of a folder, sorted by name, as `{"id", "text"}` documents; see `find_documents`.
 
-    The id is the file's name without its ending, or the whole name where two files would share an id. Sub-folders and
-    hidden files are left out.
+    A file that cannot be read is left out, with a warning, if there is another one.
 
     Raises:
-        InvalidDocument: not a folder, no such file in it, too many or too large files, or a file that is not UTF-8.
+        InvalidDocument: not a folder, no file that can be read, too many, or too long together.
     """
-    paths = find_documents(folder)
-    documents, total = [], 0
-    for name, path in paths.items():
-        text = read_document(path)
+    documents, refused, total = [], list[str](), 0
+    for name, path in find_documents(folder).items():
+        try:
+            text = read_document(path)
+        except (InvalidDocument, MissingExtra) as error:
+            refused.append(str(error))
+            continue
         total += len(text)
         if total > MAX_FOLDER_BYTES:
             raise InvalidDocument(
                 f"the documents of {folder} are longer than {MAX_FOLDER_BYTES:,} characters; use fewer"
             )
         documents.append({"id": name, "text": text})
+    if not documents:
+        raise InvalidDocument(refused[0])
+    for told in refused:
+        logger.warning("left out: %s", told)
     return documents
 
 
 def find_documents(folder: Path, pattern: str | None = None, most: int | None = None) -> dict[str, Path]:
     """Returns the document files of a folder, sorted by name, each under its id.
 
+    The id is the path in the folder without its suffix, or with it where two files would share an id.
+
     Args:
         folder: where to look.
-        pattern: which files, such as `**/*.md`; None: .txt and .md files that are not in sub-folders. Hidden ones are
-            left out. The id of a file in a sub-folder has the sub-folder in it.
+        pattern: which files, such as `**/*.md`; None: all that can be read. Hidden ones are left out.
         most: maximum number; None: `MAX_FILES`.
 
     Raises:
@@ -51,13 +60,12 @@ def find_documents(folder: Path, pattern: str | None = None, most: int | None = 
     """
     most = MAX_FILES if most is None else most
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise InvalidDocument(f"{folder} {what}; give a folder with {' or '.join(SUFFIXES)} files")
-    paths = [path for path in _matching(folder, pattern) if path.is_file()]
+        raise InvalidDocument(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give a folder")
+    found = (path for path in _matching(folder, pattern or "**/*") if path.is_file())
+    paths = [path for path in found if pattern or is_readable(path.name)]
     if not paths:
-        what = f"file that matches {pattern!r:.100}" if pattern else f"{' or '.join(SUFFIXES)} file"
-        way_out = "" if pattern else "; documents are such files, not in sub-folders"
-        raise InvalidDocument(f"{folder} has no {what}{way_out}")
+        what = f"that matches {pattern!r:.100}" if pattern else f"that can be read; suffixes: {', '.join(SUFFIXES)}"
+        raise InvalidDocument(f"{folder} has no file {what}")
     if len(paths) > most:
         raise InvalidDocument(f"{folder} has {len(paths)} documents; at most {most} are read, use a smaller folder")
     names = {path: path.relative_to(folder).as_posix() for path in sorted(paths, key=lambda path: path.as_posix())}
@@ -70,39 +78,40 @@ def bundled_documents() -> Path:
     return Path(str(files("kvmosaic") / "bundled" / "documents"))
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        InvalidDocument: it cannot be read, or is too large.
+    """
+    if path.is_dir():
+        raise InvalidDocument(f"it is a folder; upload it with kvmosaic documents sync {path}")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_FILE_BYTES:
+            raise InvalidDocument(f"it has {num_bytes:,} bytes; at most {MAX_FILE_BYTES:,} are read, split it")
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
+
+
 def read_document(path: Path) -> str:
     """The text of a document.
 
     Raises:
-        InvalidDocument: too large, not UTF-8, empty, or it cannot be read.
+        InvalidDocument: too large, empty, of another format, or it cannot be read.
+        MissingExtra: it needs a library that is not installed.
     """
-    try:
-        num_bytes = path.stat().st_size
-    except OSError as error:
-        raise InvalidDocument(f"{path} cannot be read: {error.strerror}") from error
-    if num_bytes > MAX_FILE_BYTES:
-        raise InvalidDocument(f"{path} has {num_bytes:,} bytes; a document may have {MAX_FILE_BYTES:,}, split it")
-    try:
-        text = path.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise InvalidDocument(f"{path} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from error
-    except OSError as error:
-        raise InvalidDocument(f"{path} cannot be read: {error.strerror}") from error
-    if not text:
-        raise InvalidDocument(f"{path} is empty; remove it or write something into it")
-    return text
+    return extract_text(read_file(path), path.name).strip()
 
 
-def _matching(folder: Path, pattern: str | None) -> Iterator[Path]:
-    if pattern is None:
-        found = [path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES]
-    else:
-        if not pattern.strip() or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-            raise InvalidDocument(f"the pattern {pattern!r:.100} leads out of the folder; write one such as '**/*.md'")
-        try:
-            found = list(folder.glob(pattern))
-        except (ValueError, NotImplementedError) as error:
-            raise InvalidDocument(f"{pattern!r:.100} is no pattern of files: {error}") from error
+def _matching(folder: Path, pattern: str) -> Iterator[Path]:
+    if not pattern.strip() or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+        raise InvalidDocument(f"the pattern {pattern!r:.100} leads out of the folder; write one such as '**/*.md'")
+    try:
+        found = list(folder.glob(pattern))
+    except (ValueError, NotImplementedError) as error:
+        raise InvalidDocument(f"{pattern!r:.100} is no pattern of files: {error}") from error
     inside = folder.resolve()
     for path in found:  # a link must not lead out of the folder
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)

@@ -251,7 +251,7 @@ PromptText = Annotated[
     typer.Argument(metavar="PROMPT", help="A prompt as it is, or see --chunk-separator; - reads standard input."),
 ]
 Documents = Annotated[
-    Path | None, typer.Option("--documents", metavar="DIR", help="A folder of .txt and .md files, one document each.")
+    Path | None, typer.Option("--documents", metavar="DIR", help="A folder of documents, one per file.")
 ]
 Questions = Annotated[
     list[str] | None, typer.Option("--question", "-q", metavar="TEXT", help="What to ask; may be given several times.")
@@ -355,7 +355,7 @@ class FolderOptions:
     ] = None
     glob: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: .txt and .md, no sub-folders."),
+        typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: all that can be read."),
     ] = None
     tenant: TenantName = ""
 

@@ -118,7 +118,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="DIR | NUMBER",
-            help="A folder of .txt and .md files for a prompt; or, for a device, how many documents there are.",
+            help="A folder of documents for a prompt; or, for a device, how many documents there are.",
         ),
     ] = None,
     question: Questions = None,

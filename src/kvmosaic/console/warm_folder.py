@@ -30,6 +30,7 @@ from kvmosaic.errors import (
     InvalidDocument,
     InvalidEntry,
     InvalidPrompt,
+    MissingExtra,
     OtherSecret,
     RequestTooLarge,
 )
@@ -204,7 +205,7 @@ class _Warmer:
             self._stop.check()
             try:
                 chunks = self._chunks(name, read_document(path), system)
-            except (InvalidDocument, InvalidPrompt) as error:
+            except (InvalidDocument, InvalidPrompt, MissingExtra) as error:
                 self._counts.problems[name] = str(error)
                 self._bar.advance([name])
                 continue

@@ -14,18 +14,3 @@ from kvmosaic.documents.stored import (
     label_in,
     shown_name,
 )
-
-__all__ = [
-    "DocumentDraft",
-    "DocumentPage",
-    "DocumentStore",
-    "Match",
-    "Order",
-    "StoreLimits",
-    "StoreUsage",
-    "StoredDocument",
-    "StoredText",
-    "document_place",
-    "label_in",
-    "shown_name",
-]

@@ -14,11 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise, zip_longest
 from math import log
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
-from kvmosaic.eval.loaders import JSONField, load, parsed_json
+from kvmosaic.eval.loaders import Filled, Label, Record, load, parsed_json, read_record
 from kvmosaic.eval.tasks import USUAL_TASKS, task
 from kvmosaic.prompt import Document
 
@@ -41,7 +44,7 @@ class Library:
 
     @classmethod
     def read(cls, folder: Path) -> Library:
-        """The .txt and .md files of a folder.
+        """The files of a folder.
 
         Raises:
             InvalidDocument: a folder or a file that cannot be read.
@@ -72,7 +75,7 @@ def own_cases(
     """Cases of a file of questions over a folder of documents.
 
     Args:
-        folder: of .txt and .md files.
+        folder: of documents, one per file.
         questions: a file with one question, or one JSON object, in each line.
         count: the maximum number of cases, the first ones of the file; None: all.
         documents: of a prompt, where a question does not name its own.
@@ -116,15 +119,24 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
+class _Question(Record):
+    question: Filled
+    id: Label | None = None
+    answer: Annotated[
+        list[Filled] | None,
+        Field(min_length=1),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = None
+    documents: Annotated[list[Label], Field(min_length=1)] | None = None
+
+
 def _case(library: Library, text: str, number: int, task: str, documents: int, seed: int) -> Case:
-    field = _field(text)
-    question = field.member("question").filled_text().strip()
-    name = field.member("id").label() if field.has("id") else f"{task}:{number}"
-    answers = _answers(field)
-    if field.has("documents"):
-        drawn = needs = list(dict.fromkeys(_named(library, each) for each in field.member("documents").items()))
-        if not drawn:
-            raise field.wrong("its list of documents is empty; name one, or leave the field out")
+    if len(text) > MAX_LINE_CHARACTERS:
+        raise InvalidConfig(f"it has {len(text)} characters; at most {MAX_LINE_CHARACTERS} are allowed")
+    asked = read_record(_Question, parsed_json(text) if text.startswith("{") else {"question": text})
+    question, name = asked.question.strip(), asked.id or f"{task}:{number}"
+    if asked.documents:
+        drawn = needs = list(dict.fromkeys(_named(library, each) for each in asked.documents))
     else:
         about = library.about(question)
         needs = [] if about is None else [about]
@@ -135,33 +147,17 @@ def _case(library: Library, text: str, number: int, task: str, documents: int, s
         system=DEFAULT_SYSTEM,
         documents=tuple(library.documents[each] for each in drawn),
         question=question,
-        answers=answers,
+        answers=tuple(asked.answer or ()),
         needs=tuple(drawn.index(each) for each in needs),
         metric="contains_any",
         answer_tokens=_ANSWER_TOKENS,
     )
 
 
-def _field(text: str) -> JSONField:
-    """The fields of a line; a line that is no JSON object is a question."""
-    if len(text) > MAX_LINE_CHARACTERS:
-        raise InvalidConfig(f"it has {len(text)} characters; at most {MAX_LINE_CHARACTERS} are allowed")
-    if not text.startswith("{"):
-        return JSONField("", {"question": text})
-    return JSONField("", parsed_json(text))
-
-
-def _answers(field: JSONField) -> tuple[str, ...]:
-    if not field.has("answer"):
-        return ()
-    answer = field.member("answer")
-    return answer.texts() if isinstance(answer.value, list) else (answer.filled_text(),)
-
-
-def _named(library: Library, field: JSONField) -> int:
-    number = library.number_of(field.label())
+def _named(library: Library, name: str) -> int:
+    number = library.number_of(name)
     if number is None:
-        raise field.wrong(f"there is no document {field.value!r:.80}; an id is the name of a file without its ending")
+        raise InvalidConfig(f"there is no document {name!r:.80}; an id is the name of a file without its ending")
     return number
 
 

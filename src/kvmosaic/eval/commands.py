@@ -64,7 +64,7 @@ class QuestionOptions:
     ] = None
     documents: Annotated[
         Path | None,
-        typer.Option("--documents", metavar="DIR", help="Documents of your own, .txt and .md files; with --questions."),
+        typer.Option("--documents", metavar="DIR", help="A folder of documents of your own; with --questions."),
     ] = None
     questions: Annotated[
         Path | None,

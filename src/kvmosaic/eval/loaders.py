@@ -1,4 +1,4 @@
-"""Loaders of question files: HotpotQA, 2WikiMultihopQA, MuSiQue, SQuAD; and JSON fields that check what they are.
+"""Loaders of question files: HotpotQA, 2WikiMultihopQA, MuSiQue, SQuAD.
 
 HotpotQA, 2WikiMultihopQA and MuSiQue have paragraphs of which two or more must be read for the answer. Official files
 of HotpotQA have `context: [[title, [sentence, …]], …]` and `supporting_facts: [[title, number], …]`. Exports of the
@@ -14,120 +14,162 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Annotated, Any, Final, TypeVar
 
-from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, first_fault
 from kvmosaic.eval.case import MAX_CASE_DOCUMENTS, MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.separator import check_unicode
 
 MAX_CASES = 100_000
-MAX_ITEMS = 100_000
 MAX_FILE_BYTES = 2**30
 _ANSWER_TOKENS = 32
 SHORT_ANSWER = "Answer the question from the documents, in a few words and nothing else."
 """The system text of questions that are answered in a few words."""
 
 
-@dataclass(frozen=True, slots=True)
-class JSONField:
-    """A value inside a record. Everything it is asked for is checked.
+def _clean(text: str) -> str:
+    """The text with line feeds only."""
+    try:
+        check_unicode(text, InvalidDocument)
+    except InvalidDocument as error:
+        raise ValueError(str(error)) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _filled(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty; leave the record out")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_clean)]
+Filled = Annotated[Text, AfterValidator(_filled)]
+Label = Annotated[Filled, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+"""A short text or a whole number, as ids are."""
+
+
+class Record(BaseModel):
+    """A JSON object of which the fields that are named here are read."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+Read = TypeVar("Read", bound=Record)
+
+
+def read_record(kind: type[Read], value: object) -> Read:
+    """Checks the fields of a record.
 
     Raises:
-        InvalidConfig: from every method, where the value is not what is asked for; the message begins with its name.
+        InvalidConfig: with the place in the record.
     """
+    if not isinstance(value, dict):
+        raise InvalidConfig(f"it must be an object, got {value!r:.80}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise InvalidConfig(first_fault(error.errors(include_url=False))) from None
 
-    name: str
-    """Its path: `context[3].title`; empty for the record itself."""
-    value: object
 
-    def member(self, *names: str) -> JSONField:
-        """The first of these members of an object that is there."""
-        members = self.members()
-        for name in names:
-            if members.get(name) is not None:
-                return JSONField(f"{self.name}.{name}" if self.name else name, members[name])
-        raise self.wrong(f"there is no {' or '.join(map(repr, names))}")
+def _rows(*names: str) -> BeforeValidator:
+    """Reads rows of a table: objects, lists of their values, columns, or any of these as a text of JSON."""
 
-    def has(self, *names: str) -> bool:
-        """Whether all of these members are there, with a value."""
-        return all(self.members().get(name) is not None for name in names)
+    def rows(value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                value = parsed_json(value)
+            except InvalidConfig as error:
+                raise ValueError(str(error)) from None
+        if isinstance(value, dict):
+            columns = [value.get(name) or [] for name in names]
+            if len({*map(len, columns)}) > 1:
+                told = " and ".join(f"{len(column)} of {name!r}" for name, column in zip(names, columns, strict=True))
+                raise ValueError(f"it has {told}; they belong together")
+            value = list(zip(*columns, strict=True))
+        if not isinstance(value, list):
+            return value
+        return [
+            dict(zip(names, row, strict=True)) if isinstance(row, list | tuple) and len(row) == len(names) else row
+            for row in value
+        ]
 
-    def items(self) -> list[JSONField]:
-        """The items of a list."""
-        if not isinstance(self.value, list):
-            raise self.wrong(f"it must be a list, got {self.value!r:.80}")
-        if len(self.value) > MAX_ITEMS:
-            raise self.wrong(f"it has {len(self.value)} items; at most {MAX_ITEMS} are allowed")
-        return [JSONField(f"{self.name}[{index}]", item) for index, item in enumerate(self.value)]
+    return BeforeValidator(rows)
 
-    def pair(self) -> tuple[JSONField, JSONField]:
-        """The items of a list of two."""
-        items = self.items()
-        if len(items) != 2:
-            raise self.wrong(f"it must have 2 items, got {len(items)}")
-        return items[0], items[1]
 
-    def text(self) -> str:
-        """A text; it may be empty. Lines end with a line feed only."""
-        if not isinstance(self.value, str):
-            raise self.wrong(f"it must be a text, got {self.value!r:.80}")
-        try:
-            check_unicode(self.value, InvalidDocument)
-        except InvalidDocument as error:
-            raise self.wrong(str(error)) from None
-        return self.value.replace("\r\n", "\n").replace("\r", "\n")
+class _Paragraph(Record):
+    title: Text
+    sentences: list[Text]
 
-    def filled_text(self) -> str:
-        """A text that says something."""
-        text = self.text()
-        if not text.strip():
-            raise self.wrong("it is empty; leave the record out")
-        return text
+    def document(self) -> Document:
+        """The sentences as one text. One without sentences says its title."""
+        text = " ".join(sentence.strip() for sentence in self.sentences).strip()
+        return Document(text, self.title) if text else Document(self.title)
 
-    def texts(self) -> tuple[str, ...]:
-        """A list of texts that say something, at least one of them."""
-        texts = tuple(item.filled_text() for item in self.items())
-        if not texts:
-            raise self.wrong("it is empty; leave the record out")
-        return texts
 
-    def label(self) -> str:
-        """A short text or a whole number, as ids are."""
-        if isinstance(self.value, int) and not isinstance(self.value, bool):
-            return str(self.value)
-        return self.filled_text()
+class _Fact(Record):
+    title: Text
 
-    def is_true(self) -> bool:
-        """True or false."""
-        if not isinstance(self.value, bool):
-            raise self.wrong(f"it must be true or false, got {self.value!r:.80}")
-        return self.value
 
-    def unpacked(self) -> JSONField:
-        """The value that a text holds as JSON, as in tables whose cells cannot hold lists; any other value itself."""
-        if not isinstance(self.value, str):
-            return self
-        try:
-            return JSONField(self.name, parsed_json(self.value))
-        except InvalidConfig as error:
-            raise self.wrong(str(error)) from None
+class _MultiHop(Record):
+    """A record of HotpotQA (distractor or full wiki) or 2WikiMultihopQA."""
 
-    def wrong(self, what: str) -> InvalidConfig:
-        """An error about this value."""
-        return InvalidConfig(f"{self.name}: {what}" if self.name else what)
+    id: Label | None = Field(None, validation_alias=AliasChoices("_id", "id"))
+    question: Filled
+    answer: Filled
+    context: Annotated[list[_Paragraph], _rows("title", "sentences")]
+    supporting_facts: Annotated[list[_Fact] | None, _rows("title", "sent_id")] = None
 
-    def members(self) -> dict[str, object]:
-        """The members of an object."""
-        if not isinstance(self.value, dict):
-            raise self.wrong(f"it must be an object, got {self.value!r:.80}")
-        return self.value
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer,)
+
+    def documents(self) -> tuple[Document, ...]:
+        return tuple(paragraph.document() for paragraph in self.context)
+
+    def needs(self) -> tuple[int, ...]:
+        """The paragraphs with supporting facts; none where one is missing, as in the full wiki setting."""
+        titles = [paragraph.title.strip() for paragraph in self.context]
+        wanted = {fact.title.strip() for fact in self.supporting_facts or ()}
+        return tuple(index for index, title in enumerate(titles) if title in wanted) if wanted <= set(titles) else ()
+
+
+class _MusiqueParagraph(Record):
+    title: Text
+    paragraph_text: Filled
+    is_supporting: bool | None = None
+
+
+class _Musique(Record):
+    """A record of MuSiQue-Answerable. Questions that cannot be answered have no accepted answer."""
+
+    id: Label | None = None
+    question: Filled
+    answer: Filled
+    answer_aliases: list[Filled] | None = None
+    answerable: Annotated[bool | None, AfterValidator(lambda value: _check_answerable(value))] = None
+    paragraphs: list[_MusiqueParagraph]
+
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer, *(self.answer_aliases or ()))
+
+    def documents(self) -> tuple[Document, ...]:
+        return tuple(Document(paragraph.paragraph_text, paragraph.title) for paragraph in self.paragraphs)
+
+    def needs(self) -> tuple[int, ...]:
+        return tuple(index for index, paragraph in enumerate(self.paragraphs) if paragraph.is_supporting)
+
+
+def _check_answerable(value: bool | None) -> bool | None:
+    if value is False:
+        raise ValueError("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,93 +178,30 @@ class Format:
 
     fields: tuple[str, ...]
     """What a record must have; a file is taken for the first format whose fields its first record has."""
-    read: Callable[[JSONField, str], Case]
+    kind: type[_MultiHop | _Musique]
 
 
-def _read_multi_hop(record: JSONField, name: str, *, task: str) -> Case:
-    """A record of HotpotQA (distractor or full wiki) or 2WikiMultihopQA as a case."""
-    paragraphs = _paragraphs(record.member("context").unpacked())
-    documents = tuple(_document(title, sentences) for title, sentences in paragraphs)
-    return Case(
-        id=record.member("_id", "id").label() if record.has("_id") or record.has("id") else name,
-        task=task,
-        system=SHORT_ANSWER,
-        documents=documents,
-        question=record.member("question").filled_text(),
-        answers=(record.member("answer").filled_text(),),
-        needs=_needs(record, [title.text().strip() for title, _ in paragraphs]),
-        metric="f1",
-        answer_tokens=_ANSWER_TOKENS,
-    )
+class _Answer(Record):
+    text: Filled
 
 
-def _paragraphs(context: JSONField) -> list[tuple[JSONField, JSONField]]:
-    """Title and sentences of each paragraph."""
-    if isinstance(context.value, dict):
-        return _zipped(context, "title", "sentences")
-    return [
-        (item.member("title"), item.member("sentences")) if isinstance(item.value, dict) else item.pair()
-        for item in context.items()
-    ]
+class _Question(Record):
+    id: Label
+    question: Filled
+    answers: list[_Answer]
 
 
-def _zipped(columns: JSONField, one: str, other: str) -> list[tuple[JSONField, JSONField]]:
-    left, right = columns.member(one).items(), columns.member(other).items()
-    if len(left) != len(right):
-        raise columns.wrong(f"it has {len(left)} of {one!r} and {len(right)} of {other!r}; they belong together")
-    return list(zip(left, right, strict=True))
+class _SquadParagraph(Record):
+    context: Filled
+    qas: list[_Question]
 
 
-def _document(title: JSONField, sentences: JSONField) -> Document:
-    """The sentences of a paragraph as one text. One without sentences says its title."""
-    text = " ".join(sentence.text().strip() for sentence in sentences.items()).strip()
-    return Document(text, title.text()) if text else Document(title.filled_text())
+class _Article(Record):
+    paragraphs: list[_SquadParagraph]
 
 
-def _needs(record: JSONField, titles: list[str]) -> tuple[int, ...]:
-    """The paragraphs with supporting facts; none where one is missing, as in the full wiki setting."""
-    if not record.has("supporting_facts"):
-        return ()
-    facts = record.member("supporting_facts").unpacked()
-    pairs = _zipped(facts, "title", "sent_id") if isinstance(facts.value, dict) else [f.pair() for f in facts.items()]
-    wanted = {title.text().strip() for title, _ in pairs}
-    if not wanted <= set(titles):
-        return ()
-    return tuple(index for index, title in enumerate(titles) if title in wanted)
-
-
-def _read_musique(record: JSONField, name: str) -> Case:
-    """A record of MuSiQue-Answerable as a case. Questions that cannot be answered have no accepted answer."""
-    if record.has("answerable") and not record.member("answerable").is_true():
-        raise record.wrong("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")
-    paragraphs = record.member("paragraphs").items()
-    aliases = record.member("answer_aliases").items() if record.has("answer_aliases") else []
-    return Case(
-        id=record.member("id").label() if record.has("id") else name,
-        task="musique",
-        system=SHORT_ANSWER,
-        documents=tuple(
-            Document(paragraph.member("paragraph_text").filled_text(), paragraph.member("title").text())
-            for paragraph in paragraphs
-        ),
-        question=record.member("question").filled_text(),
-        answers=(record.member("answer").filled_text(), *(alias.filled_text() for alias in aliases)),
-        needs=tuple(
-            index
-            for index, paragraph in enumerate(paragraphs)
-            if paragraph.has("is_supporting") and paragraph.member("is_supporting").is_true()
-        ),
-        metric="f1",
-        answer_tokens=_ANSWER_TOKENS,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _SquadQuestion:
-    """One question of a file."""
-
-    paragraph: int
-    field: JSONField
+class _Squad(Record):
+    data: list[_Article]
 
 
 def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list[Case]:
@@ -238,59 +217,48 @@ def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list
         InvalidConfig: a file that cannot be read, or is not as its format says.
     """
     try:
-        paragraphs, asked = _squad_questions(JSONField("", parsed_json(_text(path))))
+        paragraphs = [
+            paragraph
+            for article in read_record(_Squad, parsed_json(_text(path))).data
+            for paragraph in article.paragraphs
+        ]
+        asked = [(number, question) for number, paragraph in enumerate(paragraphs) for question in paragraph.qas]
+        if not asked:
+            raise InvalidConfig("there are no questions; give a file with at least one")
         Random(seed).shuffle(asked)  # noqa: S311 - an order that can be repeated, and no secret
-        cases, seen = [], set[str]()
-        for question in asked if limit is None else asked[:limit]:
-            case = _squad_case(question, paragraphs, documents, seed, path.stem)
-            if case.id in seen:
-                raise question.field.wrong(f"its id {case.id!r:.80} is that of another question; remove one")
-            seen.add(case.id)
-            cases.append(case)
+        texts, cases = [paragraph.context for paragraph in paragraphs], dict[str, Case]()
+        for number, question in asked if limit is None else asked[:limit]:
+            if question.id in cases:
+                raise InvalidConfig(f"its id {question.id!r:.80} is that of another question; remove one")
+            cases[question.id] = _squad_case(number, question, texts, documents, seed, path.stem)
     except KVMosaicError as error:
         raise InvalidConfig(f"{path}, read as squad: {error}") from error
-    return cases
+    return list(cases.values())
 
 
-def _squad_questions(content: JSONField) -> tuple[list[str], list[_SquadQuestion]]:
-    """All paragraphs, and all questions."""
-    paragraphs, asked = list[str](), list[_SquadQuestion]()
-    for paragraph in (
-        each for article in content.member("data").items() for each in article.member("paragraphs").items()
-    ):
-        asked += [_SquadQuestion(len(paragraphs), question) for question in paragraph.member("qas").items()]
-        paragraphs.append(paragraph.member("context").filled_text())
-    if not asked:
-        raise content.wrong("there are no questions; give a file with at least one")
-    return paragraphs, asked
-
-
-def _squad_case(asked: _SquadQuestion, paragraphs: list[str], documents: int, seed: int, task: str) -> Case:
-    field = asked.field
-    answers = [answer.member("text").filled_text() for answer in field.member("answers").items()]
-    if not answers:
-        raise field.wrong("it has no answer, as in SQuAD 2.0; take a file of SQuAD 1.1, or leave the question out")
-    name = field.member("id").label()
-    drawn = draw_documents([asked.paragraph], len(paragraphs), documents, seed, name)
+def _squad_case(number: int, asked: _Question, paragraphs: list[str], documents: int, seed: int, task: str) -> Case:
+    if not asked.answers:
+        raise InvalidConfig(
+            f"the question {asked.id!r:.80} has no answer, as in SQuAD 2.0; take a file of SQuAD 1.1, or leave it out"
+        )
+    drawn = draw_documents([number], len(paragraphs), documents, seed, asked.id)
     return Case(
-        id=name,
+        id=asked.id,
         task=task[:MAX_ID_CHARACTERS],
         system=SHORT_ANSWER,
-        documents=tuple(Document(paragraphs[number]) for number in drawn),
-        question=field.member("question").filled_text().strip(),
-        answers=tuple(dict.fromkeys(answers)),
-        needs=(drawn.index(asked.paragraph),),
+        documents=tuple(Document(paragraphs[each]) for each in drawn),
+        question=asked.question.strip(),
+        answers=tuple(dict.fromkeys(answer.text for answer in asked.answers)),
+        needs=(drawn.index(number),),
         metric="f1",
         answer_tokens=_ANSWER_TOKENS,
     )
 
 
 FORMATS: Final[dict[str, Format]] = {
-    "musique": Format(("paragraphs", "question", "answer"), _read_musique),
-    "2wikimultihopqa": Format(
-        ("context", "question", "answer", "evidences"), partial(_read_multi_hop, task="2wikimultihopqa")
-    ),
-    "hotpotqa": Format(("context", "question", "answer"), partial(_read_multi_hop, task="hotpotqa")),
+    "musique": Format(("paragraphs", "question", "answer"), _Musique),
+    "2wikimultihopqa": Format(("context", "question", "answer", "evidences"), _MultiHop),
+    "hotpotqa": Format(("context", "question", "answer"), _MultiHop),
 }
 SQUAD: Final = ("squad", "xquad")
 """Two names of the one format whose files hold paragraphs with questions, and not records."""
@@ -363,23 +331,23 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _records(path: Path, text: str) -> Iterator[tuple[str, JSONField]]:
+def _records(path: Path, text: str) -> Iterator[tuple[str, object]]:
     """The places and values of records: of one list, or of lines, each of which is parsed when it is asked for."""
     place = ""
     try:
         if text.lstrip().startswith("["):
-            for number, each in enumerate(JSONField("", parsed_json(text)).items(), start=1):
-                yield f"record {number}", JSONField("", each.value)
+            for number, each in enumerate(parsed_json(text), start=1):
+                yield f"record {number}", each
             return
         for number, line in enumerate(text.split("\n"), start=1):
             place = f", line {number}"
             if line.strip():
-                yield place.removeprefix(", "), JSONField("", parsed_json(line))
+                yield place.removeprefix(", "), parsed_json(line)
     except KVMosaicError as error:
         raise InvalidConfig(f"{path}{place}: {error}") from None
 
 
-def parsed_json(text: str) -> object:
+def parsed_json(text: str) -> Any:
     """The value of a text of JSON.
 
     Raises:
@@ -391,19 +359,32 @@ def parsed_json(text: str) -> object:
         raise InvalidConfig(f"it is not JSON ({error!s:.100}); repair it, or load it again if it was cut off") from None
 
 
-def _found(record: JSONField) -> str:
+def _found(record: object) -> str:
     """The name of the first format that suits."""
+    if not isinstance(record, dict):
+        raise InvalidConfig(f"it must be an object, got {record!r:.80}")
     for name, format in FORMATS.items():
-        if record.has(*format.fields):
+        if all(record.get(field) is not None for field in format.fields):
             return name
     named = "; ".join(f"{name}: {', '.join(format.fields)}" for name, format in FORMATS.items())
-    has = ", ".join(record.members())[:200] or "none"
+    has = ", ".join(record)[:200] or "none"
     raise InvalidConfig(f"its fields ({has}) are those of no format; convert it to one of them ({named})")
 
 
-def _read(record: JSONField, name: str, number: str) -> Case:
+def _read(record: object, name: str, number: str) -> Case:
     try:
-        return FORMATS[name].read(record, number)
+        read = read_record(FORMATS[name].kind, record)
+        return Case(
+            id=read.id or number,
+            task=name,
+            system=SHORT_ANSWER,
+            documents=read.documents(),
+            question=read.question,
+            answers=read.answers(),
+            needs=read.needs(),
+            metric="f1",
+            answer_tokens=_ANSWER_TOKENS,
+        )
     except KVMosaicError as error:
         needed = ", ".join(FORMATS[name].fields)
         raise InvalidConfig(f"{error} (read as {name}, which has {needed}; another format can be named)") from error

@@ -19,25 +19,3 @@ from kvmosaic.repair.policy import (
     checked_choice,
     highest_scored,
 )
-
-__all__ = [
-    "DEFAULT_REPAIR",
-    "FORMS",
-    "MEASURED",
-    "ChunkSignals",
-    "Combined",
-    "FirstTokens",
-    "FullRepair",
-    "KeyDeviation",
-    "NameFinder",
-    "Names",
-    "NoRepair",
-    "QueryAttention",
-    "RepairPolicy",
-    "Signal",
-    "Temperature",
-    "budget_of",
-    "checked_choice",
-    "highest_scored",
-    "repair_policy",
-]

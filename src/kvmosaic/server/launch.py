@@ -10,13 +10,15 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvmosaic.errors import KVMosaicError
+from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for, trimmed_heap
@@ -44,7 +46,11 @@ RELOAD_SIGNAL = getattr(signal, "SIGHUP", None)
 """None where the system has no such signal."""
 
 
-def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_settings) -> None:
+def launch(
+    settings: ServerSettings,
+    read: Callable[[], ServerSettings] = read_settings,
+    fill: Callable[[Services], Awaitable[str]] | None = None,
+) -> None:
     """Serves until SIGTERM or SIGINT, then drains running requests; a second signal ends the process at once.
 
     At SIGHUP it reads the settings again, and applies what can change.
@@ -52,6 +58,7 @@ def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_s
     Args:
         settings: settings of the server.
         read: reads them again, from the same flags, variables and file.
+        fill: stores the files and folders that `settings.documents` names, and says what became of them.
 
     Raises:
         InvalidConfig: these settings cannot be served: the port is taken, the certificate is bad, …
@@ -66,7 +73,7 @@ def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_s
     tiers = open_places(settings)
     with _Signals(settings.drain_seconds + PUT_SECONDS + CLOSING_SECONDS + GRACE_SECONDS) as signals:
         try:
-            has_ended = asyncio.run(_Launch(settings, read, tiers, signals).run())
+            has_ended = asyncio.run(_Launch(settings, read, tiers, signals, fill).run())
         finally:
             close_places(tiers)  # once more, if all went well
     if not has_ended:
@@ -77,8 +84,14 @@ def launch(settings: ServerSettings, read: Callable[[], ServerSettings] = read_s
 
 
 def _check_documents(settings: ServerSettings) -> None:
-    """Opens the stored documents once, before anything is loaded."""
+    """Opens the stored documents once, before anything is loaded, and looks for the files that are to be stored."""
     from kvmosaic.documents import DocumentStore
+
+    for path in settings.documents:
+        if not Path(path).exists():
+            raise InvalidConfig(f"DOCUMENTS: there is no file or folder {path!r:.400}")
+    if settings.documents and len({key.tenant.name for key in settings.access_keys()}) > 1:
+        raise InvalidConfig("DOCUMENTS: this server has several tenants; give each its own: kvmosaic documents sync")
 
     DocumentStore(settings.document_place()).close()
 
@@ -165,8 +178,14 @@ class _Launch:
     """
 
     def __init__(
-        self, settings: ServerSettings, read: Callable[[], ServerSettings], tiers: Sequence[Tier], signals: _Signals
+        self,
+        settings: ServerSettings,
+        read: Callable[[], ServerSettings],
+        tiers: Sequence[Tier],
+        signals: _Signals,
+        fill: Callable[[Services], Awaitable[str]] | None,
     ) -> None:
+        self._fill = fill
         self._settings = settings
         self._read = read
         self._has_terminal = _has_terminal()
@@ -194,11 +213,13 @@ class _Launch:
                 return False
             from kvmosaic.server.documents.cached import swept  # imports torch
 
-            self._describe(services)
             self._services = services
             async with swept(services), trimmed_heap():
+                if self._settings.documents and self._fill is not None:
+                    self._say(f"documents  {await self._fill(services)}")
+                self._describe(services)
                 self._say(f"ready      {address}")
-                warming = asyncio.create_task(_warmed(services), name="warm-on-start")
+                warming = asyncio.create_task(self._warm(services), name="warm-on-start")
                 await self._told_to_stop.wait()
                 warming.cancel()
                 await self._drain(services)
@@ -254,6 +275,22 @@ class _Launch:
             self._say(f"stopping: aborted {_requests(services.admission.num_under_way)}")
         await services.close()
 
+    async def _warm(self, services: Services) -> None:
+        """Computes stored documents, if the settings say so."""
+        if not (self._settings.warm_on_start or self._settings.documents):
+            return
+        from kvmosaic.server.documents.served import warm_stored  # imports torch
+
+        columns = TextColumn("computing documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        try:
+            with Progress(
+                *columns, console=self._notices, transient=True, disable=not self._notices.is_terminal
+            ) as bar:
+                task = bar.add_task("", total=None)
+                await warm_stored(services, lambda done, total: bar.update(task, completed=done, total=total))
+        except Exception:  # the server goes on without them
+            logger.exception("stored documents are not computed at the start")
+
     def _describe(self, services: Services) -> None:
         llm, settings = services.llm, self._settings
         config = llm.chunk_cache_config
@@ -281,18 +318,6 @@ class _Launch:
         if self._writes_json:
             logger.info(" ".join(line.split()))
         self._notices.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-async def _warmed(services: Services) -> None:
-    """Computes stored documents, if the settings say so."""
-    if not services.settings.warm_on_start:
-        return
-    from kvmosaic.server.documents.served import warm_stored  # imports torch
-
-    try:
-        await warm_stored(services)
-    except Exception:  # the server goes on without them
-        logger.exception("stored documents are not computed at the start")
 
 
 def _room(llm: LLM, documents: DocumentStore) -> str:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from kvmosaic.server.config_fields import ALIAS, METAVAR, Choices
-from kvmosaic.server.read import flag_of, read_settings
+from kvmosaic.server.read import ARGUMENTS, flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 _METAVARS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", tuple: "TEXT"}
@@ -61,7 +61,7 @@ def serve_app(
 
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     kind: Any = {bool: bool, tuple: list[str]}.get(_kind(field), str)
-    if name == "model":
+    if name in ARGUMENTS:
         about: Any = typer.Argument(help=_text(field), show_default=False)
     else:
         flag = flag_of(name)

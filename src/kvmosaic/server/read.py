@@ -13,6 +13,8 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_fields import nearest
 from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
 
+ARGUMENTS = ("model", "documents")
+"""Settings that are arguments of the command, not options."""
 _SECRETS = {"api_key", "chunk_secret", "chunk_tier"}
 _LIMITS = {
     "greater_than_equal": "at least {ge:g}",
@@ -49,7 +51,7 @@ def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
 
 def flag_of(name: str) -> str:
     """Returns the flag of a setting."""
-    return "MODEL" if name == "model" else config.flag_of(name)
+    return name.upper() if name in ARGUMENTS else config.flag_of(name)
 
 
 def variable_of(name: str) -> str:

@@ -78,6 +78,11 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         model_help(),
         max_length=4_096,
     )
+    documents: Texts = _setting(
+        (),
+        "Documents",
+        "Files, and folders with their sub-folders, that are stored and computed at the start; see kvmosaic documents.",
+    )
     served_model_name: Texts = _setting(
         (), "Model", "What clients call the model; several names may be given. Default: MODEL."
     )

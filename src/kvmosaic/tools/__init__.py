@@ -7,26 +7,3 @@ from kvmosaic.tools.formats import TOOL_FORMATS, ToolFormat, detect_tool_format,
 from kvmosaic.tools.formats.tool_format import ControlToken, call_grammar
 from kvmosaic.tools.parser import CallCollector, CallParser, parse_calls
 from kvmosaic.tools.request import Tool, ToolChoice, ToolRequest, canonical_tools, read_tool_request
-
-__all__ = [
-    "TOOL_FORMATS",
-    "ArgumentsText",
-    "CallCollector",
-    "CallEvent",
-    "CallParser",
-    "CallStart",
-    "ContentText",
-    "ControlToken",
-    "ReasoningText",
-    "Tool",
-    "ToolCall",
-    "ToolChoice",
-    "ToolFormat",
-    "ToolRequest",
-    "call_grammar",
-    "canonical_tools",
-    "detect_tool_format",
-    "parse_calls",
-    "read_tool_request",
-    "shows_tools",
-]

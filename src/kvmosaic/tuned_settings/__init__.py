@@ -12,19 +12,3 @@ from kvmosaic.tuned_settings.lookup import (
     write_profile,
 )
 from kvmosaic.tuned_settings.profile import SETTINGS, Goal, Profile, TaskResult
-
-__all__ = [
-    "MAX_PROFILE_BYTES",
-    "PROFILE_NAME",
-    "SETTINGS",
-    "FoundProfile",
-    "Goal",
-    "Profile",
-    "ProfileChoice",
-    "ProfileUse",
-    "TaskResult",
-    "find_profile",
-    "profile_choice",
-    "read_profile",
-    "write_profile",
-]

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from kvmosaic.config import ChunkCacheConfig
-from kvmosaic.errors import InvalidConfig, InvalidProfile
+from kvmosaic.errors import InvalidConfig, InvalidProfile, first_fault
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.repair import repair_policy
@@ -163,8 +163,4 @@ class Profile:
         try:
             return TypeAdapter(cls).validate_json(json.dumps(fields))
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
-            place, why = ".".join(map(str, wrong["loc"]))[:80], wrong["msg"].removeprefix("Value error, ")
-            told = {"missing": "is missing", "unexpected_keyword_argument": "is unknown; look at how it is spelled"}
-            is_wrong = f"is {wrong['input']!r:.80}: {why}"
-            raise InvalidProfile(f"{place} {told.get(wrong['type'], is_wrong)}") from None
+            raise InvalidProfile(first_fault(error.errors(include_url=False))) from None

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.folder import find_documents
+from kvmosaic.console.folder import MAX_FILE_BYTES, find_documents, read_file
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError
-from kvmosaic.extraction import SUFFIXES, extract_text, is_readable
+from kvmosaic.extraction import extract_text
 
+if TYPE_CHECKING:
+    from kvmosaic.server.documents.served import ServerDocuments as ServedDocuments
+    from kvmosaic.server.services import Services
+
+T = TypeVar("T")
 MAX_FILES = 1_000_000
-MAX_FILE_BYTES = 2**28
 HASH = "sha256"
 """Key in the metadata of a document that came from a file: the hash of that file."""
 JSON_LINES = (".jsonl", ".ndjson")
@@ -48,28 +53,8 @@ def files_of(folder: Path, pattern: str | None) -> dict[str, Path]:
     Raises:
         InvalidDocument: not a folder, no file, or a pattern that leads out of it.
     """
-    found = find_documents(folder, pattern or "**/*", MAX_FILES).values()
-    files = {path.relative_to(folder).as_posix(): path for path in found if pattern or is_readable(path.name)}
-    if not files:
-        raise InvalidDocument(f"{folder} has no file that can be read; suffixes: {', '.join(SUFFIXES)}")
-    return files
-
-
-def read_file(path: Path) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        InvalidDocument: it cannot be read, or is too large.
-    """
-    if path.is_dir():
-        raise InvalidDocument(f"it is a folder; upload it with kvmosaic documents sync {path}")
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes > MAX_FILE_BYTES:
-            raise InvalidDocument(f"it has {num_bytes:,} bytes; at most {MAX_FILE_BYTES:,} are read, split it")
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
+    found = find_documents(folder, pattern, MAX_FILES).values()
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def is_gone(path: Path) -> bool:
@@ -152,6 +137,12 @@ class UploadCounts:
         else:
             self.refused[outcome.name] = outcome.reason
 
+    def include(self, other: UploadCounts) -> None:
+        """Adds the counts of another upload."""
+        for name in ("stored", "replaced", "unchanged", "deleted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused |= other.refused
+
     @property
     def exit_code(self) -> int:
         """0; 1 if something was refused; 130 if it was interrupted."""
@@ -162,12 +153,23 @@ class UploadCounts:
         if as_json:
             typer.echo(json.dumps(asdict(self), ensure_ascii=False))
             return
-        for name, reason in list(self.refused.items())[:MAX_REFUSED_LINES]:
-            typer.echo(f"refused: {one_line(name, 400)}: {one_line(reason, 400)}", err=True)
+        self.show_refused()
+        typer.echo(str(self))
+
+    def show_refused(self) -> None:
+        """Prints what was refused to standard error: each reason once."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.refused.items():
+            by_reason.setdefault(reason.replace(repr(name), "it"), []).append(name)
+        for reason, names in list(by_reason.items())[:MAX_REFUSED_LINES]:
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            typer.echo(f"refused: {one_line(names[0], 400)}{more}: {one_line(reason, 400)}", err=True)
+
+    def __str__(self) -> str:
         numbers = {name: getattr(self, name) for name in ("stored", "replaced", "unchanged", "deleted")}
         told = [f"{number:,} {name}" for name, number in numbers.items() if number or name == "stored"]
         told += [f"{len(self.refused):,} refused"] if self.refused else []
-        typer.echo(", ".join(told) + (" (interrupted; the same command goes on)" if self.is_interrupted else ""))
+        return ", ".join(told) + (" (interrupted; the same command goes on)" if self.is_interrupted else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +337,53 @@ def _bar(description: str, total: int | None) -> Progress:
     bar = Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal)
     bar.add_task(description, total=total)
     return bar
+
+
+class LocalDocuments(ServerDocuments):
+    """The documents of this process's server, called from a thread beside its event loop."""
+
+    def __init__(self, served: ServedDocuments, loop: asyncio.AbstractEventLoop) -> None:
+        self._served = served
+        self._loop = loop
+
+    def listed(self, *, search: str = "", limit: int | None = None) -> Iterator[dict[str, Any]]:
+        """Yields id and metadata of all documents."""
+        for each in self._served.store.documents(self._served.tenant):
+            yield {"id": each.id, "metadata": each.metadata}
+
+    def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
+        async def lines() -> AsyncIterator[bytes]:
+            for each in batch:
+                yield each.line + b"\n"
+
+        from kvmosaic.web.uploads import Upload
+
+        run = Upload(self._served)
+        self._run(run.add_lines(lines()))
+        for sent, result in zip(batch, run.summary.data, strict=True):
+            yield Outcome(sent.name, result.status, result.error.message if result.error else "")
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def add_documents(services: Services, names: Sequence[str]) -> str:
+    """Stores files, and the files of folders, unless they are stored as they are now; returns what became of them."""
+    from kvmosaic.server.documents.served import ServerDocuments as ServedDocuments  # imports torch
+
+    (tenant,) = services.tenants
+    documents = LocalDocuments(ServedDocuments(services, tenant, "start"), asyncio.get_running_loop())
+    counts = await asyncio.to_thread(_added, documents, [Path(name) for name in names])
+    counts.show_refused()
+    return str(counts)
+
+
+def _added(documents: LocalDocuments, paths: Sequence[Path]) -> UploadCounts:
+    counts = UploadCounts()
+    for path in paths:
+        if path.is_dir():
+            prefix = f"{path.resolve().name}/" if len(paths) > 1 else ""
+            counts.include(sync_folder(documents, FolderSync(path, prefix=prefix)))
+    if files := [path for path in paths if not path.is_dir()]:
+        counts.include(add_files(documents, files, None, FileFields()))
+    return counts

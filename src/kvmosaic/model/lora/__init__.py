@@ -10,16 +10,3 @@ from kvmosaic.model.lora.attach import (
     merge,
     uncalled_layers,
 )
-
-__all__ = [
-    "AdaptedRows",
-    "LoraAdapter",
-    "LoraLinear",
-    "adapter_scope",
-    "attach",
-    "computes_keys_of_base",
-    "merge",
-    "read_adapter",
-    "uncalled_layers",
-    "write_adapter",
-]
