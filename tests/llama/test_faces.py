@@ -48,7 +48,7 @@ def test_transformers_can_be_chosen() -> None:
 
 
 def test_documents_computed_by_one_engine_are_found_by_another(tmp_path: Path) -> None:
-    tiers = TierConfig(chunk_tier=(f"disk:{tmp_path}/tier?quota=1GiB",))
+    tiers = TierConfig(chunk_tier=(f"disk:{tmp_path}/tier?quota=1GiB",), chunk_loading="always")
     with LLM(reader_file("Q8_0"), tier_config=tiers) as llm:
         first, _ = answer(llm, DOCUMENTS)
     with LLM(reader_file("Q8_0"), tier_config=tiers) as llm:

@@ -126,7 +126,7 @@ def test_companions_that_have_no_room_are_left_out():
 
 def test_documents_are_kept_in_tiers_as_they_were_computed(tmp_path):
     config = ChunkCacheConfig(chunk_cache_size="1MiB", chunk_context="companions", companions=("The sea is wide.",))
-    tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",))
+    tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",), chunk_loading="always")
     documents = ["The ferry goes to Oak Island.", "The mill grinds oats."]
     answers = []
     for _ in range(2):

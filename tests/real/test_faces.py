@@ -35,7 +35,7 @@ def expected(loaded, disk: str) -> str:
         loaded,
         chunk_cache_config=ChunkCacheConfig(chunk_cache_size="32MiB", **HOW),
         engine_config=EngineConfig(request_cache_size="32MiB"),
-        tier_config=TierConfig(chunk_tier=(disk,)),
+        tier_config=TierConfig(chunk_tier=(disk,), chunk_loading="always"),
         self_check=False,
     ) as llm:
         (output,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24), documents=NAMED)
