@@ -130,6 +130,7 @@ def test_after_a_restart_with_a_disk_tier_known_documents_are_not_computed(tmp_p
         str(tmp_path / "documents"),
         "--chunk-tier",
         f"file://{tmp_path / 'kv'}",
+        "--chunk-loading=always",
         "--repair=none",
     )
     names = [f"d{number}" for number in range(8)]
