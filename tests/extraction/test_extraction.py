@@ -24,6 +24,15 @@ def test_web_page_becomes_markdown_without_scripts() -> None:
     assert "| b |" in text and "no" not in text and "http" not in text
 
 
+def test_what_stands_beside_the_text_of_a_web_page_is_left_out() -> None:
+    page = """<?xml version="1.0"?><!DOCTYPE html><html><body class="menu"><!-- no -->
+        <div id="banner">no</div><ul class="docnav top"><li>no</li></ul><nav>no</nav><p role="navigation">no</p>
+        <div class="sidebar">A note.</div><div class="content navigable">The ferry leaves at noon.</div>
+        <div class="page-footer">no</div><footer>no</footer></body></html>"""
+    assert extract_text(page.encode(), "page.html").split("\n\n") == ["A note.", "The ferry leaves at noon."]
+    assert extract_text(b"<div class=menu>Soup, bread and plums.</div>", "menu.html") == "Soup, bread and plums."
+
+
 def test_pages_of_a_pdf_are_marked() -> None:
     assert extract_text(pdf_file("One.", "", "Three."), "a.pdf") == "[page 1]\nOne.\n\n[page 3]\nThree."
 

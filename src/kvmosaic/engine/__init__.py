@@ -11,20 +11,3 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.stream import AnswerDelta, RequestDelta
-
-__all__ = [
-    "AnswerDelta",
-    "AsyncEngine",
-    "ChunkEntries",
-    "ChunkOffloader",
-    "Engine",
-    "EngineFigures",
-    "Request",
-    "RequestDelta",
-    "ScheduledTokens",
-    "Scheduler",
-    "Sequence",
-    "SequenceState",
-    "Step",
-    "not_movable",
-]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from io import BytesIO
 from typing import Any
 
 from bs4 import BeautifulSoup, Tag
+from bs4.element import PreformattedString
 
 MAX_LOOK = 200
 """Open elements that are looked at for each tag, so that a page is read in linear time."""
@@ -111,15 +113,48 @@ def read_pdf(content: bytes) -> str:
     return "\n\n".join(texts)
 
 
+_HIDDEN = ("head", "script", "style", "template", "noscript", "svg", "img", "nav", "footer")
+_BESIDE_ROLES = ("navigation", "banner", "contentinfo", "search")
+_BESIDE = re.compile(
+    r"(^|[-_ ])((doc|site|page|top)?nav(bar|header|footer|igation)?|breadcrumbs?|menu|banner|footer|cookies?)($|[-_ ])",
+    re.IGNORECASE,
+)
+"""Names of classes and ids of what stands beside the text of a page."""
+_MAX_KEPT = 16
+"""Elements with such a name that hold most of the page; then no more are looked at, so that it takes linear time."""
+
+
+def _is_beside(tag: Tag) -> bool:
+    names = f"{' '.join(tag.get('class') or ())} {tag.get('id') or ''}"[:1_024]
+    return tag.name not in ("html", "body", "main", "article") and (
+        tag.get("role") in _BESIDE_ROLES or _BESIDE.search(names) is not None
+    )
+
+
+def _keep_text(soup: BeautifulSoup) -> None:
+    """Drops declarations, scripts, images, and what stands beside the text, unless that is most of the page."""
+    for node in soup(string=lambda text: isinstance(text, PreformattedString)):
+        node.extract()
+    for tag in soup(_HIDDEN):
+        tag.decompose()
+    num_characters, num_kept = len(soup.get_text()), 0
+    for tag in soup(_is_beside):
+        if tag.decomposed:
+            continue
+        if 2 * len(tag.get_text()) < num_characters:
+            tag.decompose()
+        elif (num_kept := num_kept + 1) == _MAX_KEPT:
+            return
+
+
 def read_html(content: bytes) -> str:
-    """Returns the text of a web page as Markdown, without scripts, styles, images and addresses of links."""
+    """Returns the text of a web page as Markdown, without navigation, scripts, images and addresses of links."""
     from markdownify import MarkdownConverter
 
     from kvmosaic.extraction.worker import WebPage
 
     soup = WebPage(content, "html.parser")
-    for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img"]):
-        tag.decompose()
+    _keep_text(soup)
     text: str = MarkdownConverter(heading_style="ATX", strip=["a"], escape_misc=False).convert_soup(soup)
     lines = (line.rstrip() for line in text.splitlines())
     kept: list[str] = []

@@ -7,25 +7,3 @@ from kvmosaic.tiers.host import HostTier
 from kvmosaic.tiers.tier import MAX_ENTRY_BYTES, MAX_KEY_BYTES, Deadline, Entry, Tier, TierStat
 from kvmosaic.tiers.tiered_store import TieredStore
 from kvmosaic.tiers.url import TierSpec, open_tier, open_tiers, parse_tier_url
-
-__all__ = [
-    "MAX_ENTRY_BYTES",
-    "MAX_KEY_BYTES",
-    "ComputeCost",
-    "Deadline",
-    "DiskTier",
-    "Entry",
-    "Fetch",
-    "FetchPolicy",
-    "HostTier",
-    "LoadCost",
-    "Rank",
-    "Tier",
-    "TierSpec",
-    "TierStat",
-    "TieredStore",
-    "TieredStoreStats",
-    "open_tier",
-    "open_tiers",
-    "parse_tier_url",
-]
