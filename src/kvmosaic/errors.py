@@ -346,16 +346,11 @@ class ServerError(KVMosaicError):
 def first_fault(faults: Sequence[Any]) -> str:
     """The first fault that pydantic found, with its place: "tasks[1].cases: Input should be at least 1, got 0"."""
     fault = faults[0]
-    *outer, name = fault["loc"] or ("",)
-    if fault["type"] in ("missing", "unexpected_keyword_argument"):
-        what = (
-            f"there is no {name!r}" if fault["type"] == "missing" else f"{name!r:.80} is unknown; look at its spelling"
-        )
-        return f"{_place(outer)}: {what}" if outer else what
-    told = fault["msg"].removeprefix("Value error, ")
-    got = "" if fault["type"] == "value_error" else f", got {fault['input']!r:.80}"
-    return f"{_place(fault['loc'])}: {told}{got}"
-
-
-def _place(names: Sequence[Any]) -> str:
-    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names).lstrip(".")[:200]
+    told, got, names = fault["msg"].removeprefix("Value error, "), f", got {fault['input']!r:.80}", fault["loc"]
+    if fault["type"] == "value_error":
+        got = ""
+    elif fault["type"] in ("missing", "unexpected_keyword_argument"):
+        *names, name = names
+        told, got = f"there is no {name!r}" if fault["type"] == "missing" else f"{name!r:.80} is unknown", ""
+    place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names).lstrip(".")[:200]
+    return f"{place}: {told}{got}" if place else f"{told}{got}"

@@ -19,7 +19,8 @@ def test_web_page_becomes_markdown_without_scripts() -> None:
         "<html><head><title>no</title></head><body><h1>Häfen</h1><ul><li>one</li><li><a href='http://x'>two</a></li>"
         "</ul><table><tr><th>a</th></tr><tr><td>b</td></tr></table><style>no</style><img alt='no'></body></html>"
     )
-    text = extract_text(page.encode(), "page.HTML")
+    text, title = extract_text(page.encode(), "page.HTML")
+    assert title == "no"
     assert text.startswith("# Häfen\n\n* one\n* two\n")
     assert "| b |" in text and "no" not in text and "http" not in text
 
@@ -29,21 +30,21 @@ def test_what_stands_beside_the_text_of_a_web_page_is_left_out() -> None:
         <div id="banner">no</div><ul class="docnav top"><li>no</li></ul><nav>no</nav><p role="navigation">no</p>
         <div class="sidebar">A note.</div><div class="content navigable">The ferry leaves at noon.</div>
         <div class="page-footer">no</div><footer>no</footer></body></html>"""
-    assert extract_text(page.encode(), "page.html").split("\n\n") == ["A note.", "The ferry leaves at noon."]
-    assert extract_text(b"<div class=menu>Soup, bread and plums.</div>", "menu.html") == "Soup, bread and plums."
+    assert extract_text(page.encode(), "page.html").text.split("\n\n") == ["A note.", "The ferry leaves at noon."]
+    assert extract_text(b"<div class=menu>Soup, bread and plums.</div>", "menu.html").text == "Soup, bread and plums."
 
 
 def test_pages_of_a_pdf_are_marked() -> None:
-    assert extract_text(pdf_file("One.", "", "Three."), "a.pdf") == "[page 1]\nOne.\n\n[page 3]\nThree."
+    assert extract_text(pdf_file("One.", "", "Three."), "a.pdf").text == "[page 1]\nOne.\n\n[page 3]\nThree."
 
 
 def test_headings_of_a_word_document_are_marked() -> None:
-    assert extract_text(docx_file("Ferry", "It leaves."), "a.docx") == "# Ferry\n\nIt leaves."
+    assert extract_text(docx_file("Ferry", "It leaves."), "a.docx").text == "# Ferry\n\nIt leaves."
 
 
 def test_markdown_and_text_stay_as_they_are() -> None:
-    assert extract_text("\ufeff# One\r\n*two*".encode(), "a.md") == "# One\r\n*two*"
-    assert extract_text(b"plain", "README") == "plain"
+    assert extract_text("\ufeff# One\r\n*two*".encode(), "a.md").text == "# One\r\n*two*"
+    assert extract_text(b"plain", "README").text == "plain"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_deeply_nested_page_is_refused() -> None:
     ],
 )
 def test_elements_without_end_tags_read_like_those_with_them(page: str, text: str) -> None:
-    assert extract_text(page.encode(), "a.html").strip() == text
+    assert extract_text(page.encode(), "a.html").text.strip() == text
 
 
 @pytest.mark.parametrize(
@@ -119,4 +120,4 @@ def test_elements_without_end_tags_read_like_those_with_them(page: str, text: st
     ],
 )
 def test_long_page_without_end_tags_is_read(page: bytes) -> None:
-    assert "word" in extract_text(page, "a.html")
+    assert "word" in extract_text(page, "a.html").text

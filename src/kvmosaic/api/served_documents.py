@@ -12,6 +12,7 @@ from kvmosaic.api.documents import ChunkObject, DocumentContent
 from kvmosaic.api.errors import ApiError
 from kvmosaic.api.warming import WarmedDocument, WarmJob
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument
+from kvmosaic.extraction import FileText
 from kvmosaic.prompt import Document, Prompt, PromptEncoder
 
 MAX_WRAPPER_TOKENS = 256
@@ -38,7 +39,7 @@ class ServedDocuments(ABC):
         """Runs slow work beside the event loop."""
 
     @abstractmethod
-    async def extract(self, content: bytes, filename: str) -> str:
+    async def extract(self, content: bytes, filename: str) -> FileText:
         """Runs `extract_text` beside the event loop, and beside other slow work: it may wait for minutes."""
 
     @abstractmethod

@@ -102,7 +102,7 @@ def read_document(path: Path) -> str:
         InvalidDocument: too large, empty, of another format, or it cannot be read.
         MissingExtra: it needs a library that is not installed.
     """
-    return extract_text(read_file(path), path.name).strip()
+    return extract_text(read_file(path), path.name).text.strip()
 
 
 def _matching(folder: Path, pattern: str) -> Iterator[Path]:

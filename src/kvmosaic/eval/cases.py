@@ -21,11 +21,10 @@ from pydantic import BeforeValidator, Field
 from kvmosaic.console.folder import read_folder
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
-from kvmosaic.eval.loaders import Filled, Label, Record, load, parsed_json, read_record
+from kvmosaic.eval.loaders import Filled, Label, Record, load, parsed_json, read_record, read_text
 from kvmosaic.eval.tasks import USUAL_TASKS, task
 from kvmosaic.prompt import Document
 
-MAX_FILE_BYTES = 2**26
 MAX_LINE_CHARACTERS = 2**20
 MAX_QUESTIONS = 100_000
 DEFAULT_SYSTEM = "Answer the question from the documents."
@@ -104,19 +103,8 @@ def own_cases(
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that say something, with their numbers."""
-    try:
-        if not path.is_file():
-            raise InvalidConfig(f"{path} is not a file; give a file with one question in each line")
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise InvalidConfig(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read: split it")
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InvalidConfig(f"{path} cannot be read: {error.strerror or error}; check its rights") from None
-    except UnicodeDecodeError as error:
-        raise InvalidConfig(f"{path} is not text in UTF-8 (byte {error.start}); convert it") from None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line.strip()
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    return ((number, line.strip()) for number, line in lines if line.strip())
 
 
 class _Question(Record):

@@ -219,7 +219,7 @@ def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list
     try:
         paragraphs = [
             paragraph
-            for article in read_record(_Squad, parsed_json(_text(path))).data
+            for article in read_record(_Squad, parsed_json(read_text(path))).data
             for paragraph in article.paragraphs
         ]
         asked = [(number, question) for number, paragraph in enumerate(paragraphs) for question in paragraph.qas]
@@ -291,7 +291,7 @@ def load(
     _check_count("documents", documents, MAX_CASE_DOCUMENTS)
     if format is not None and format not in (*FORMATS, *SQUAD):
         raise InvalidConfig(f"there is no format {format!r:.80}; there are {', '.join((*FORMATS, *SQUAD))}")
-    text = _text(path)
+    text = read_text(path)
     if format in SQUAD or (format is None and _SQUAD_START.match(text)):
         return load_squad(path, MAX_CASES if limit is None else limit, documents, seed)
     cases, places = list[Case](), dict[str, str]()
@@ -312,9 +312,14 @@ def load(
     return cases
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of questions.
+
+    Raises:
+        InvalidConfig: it cannot be read.
+    """
     if not path.is_file():
-        raise InvalidConfig(f"{path} is not a file; give the path of a .jsonl or .json file")
+        raise InvalidConfig(f"{path} is not a file; give the path of a file of lines or of JSON")
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:

@@ -11,6 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import PurePath
 from tempfile import TemporaryFile
+from typing import NamedTuple
 
 from kvmosaic.errors import InvalidDocument, MissingExtra
 from kvmosaic.extraction.worker import REFUSED, REFUSED_LIMITS
@@ -28,6 +29,13 @@ WALL_SECONDS = 120.0
 """Timeout for one file, which may wait for other work of the machine."""
 
 
+class FileText(NamedTuple):
+    """What a file says; the title is that of a web page."""
+
+    text: str
+    title: str = ""
+
+
 def is_readable(filename: str) -> bool:
     """Whether files with this suffix are read."""
     return suffix_of(filename) in SUFFIXES
@@ -38,8 +46,8 @@ def suffix_of(filename: str) -> str:
     return PurePath(filename).suffix.lower()
 
 
-def extract_text(content: bytes, filename: str) -> str:
-    """Returns the text of a file; its suffix says what it is, and a file without a known one must be UTF-8.
+def extract_text(content: bytes, filename: str) -> FileText:
+    """Returns text and title of a file; its suffix says what it is, and a file without a known one must be UTF-8.
 
     Pages of a PDF begin with a line such as `[page 3]`; headings of HTML and DOCX are those of Markdown.
 
@@ -59,12 +67,12 @@ def extract_text(content: bytes, filename: str) -> str:
                 f"{filename!r:.300} cannot be read, {' and '.join(missing)} are not installed; "
                 "pip install 'kvmosaic[files]', or send its text"
             )
-        text = _extracted(content, suffix, filename)
+        title, _, text = _extracted(content, suffix, filename).partition("\n")
     else:
-        text = _decoded(content, filename)
+        title, text = "", _decoded(content, filename)
     if not text.strip():
         raise InvalidDocument(f"{filename!r:.300} has no text; a scanned PDF needs text recognition (OCR) first")
-    return text
+    return FileText(text, title)
 
 
 def _decoded(content: bytes, filename: str) -> str:
@@ -80,7 +88,7 @@ def _decoded(content: bytes, filename: str) -> str:
 
 
 def _extracted(content: bytes, suffix: str, filename: str) -> str:
-    """Runs the worker on one file; what it writes is bounded by its own limits."""
+    """Runs the worker on one file: a line with its title, and its text, bounded by the limits of the worker."""
     with TemporaryFile() as source, TemporaryFile() as target:
         source.write(content)
         source.seek(0)

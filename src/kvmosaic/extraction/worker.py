@@ -76,6 +76,7 @@ MAX_CPU_SECONDS = 30
 MAX_TEXT_BYTES = 2**27
 MAX_UNPACKED_BYTES = 2**26
 """Maximum bytes of all files in a DOCX archive."""
+MAX_TITLE_CHARACTERS = 300
 MAX_PAGES = 20_000
 MAX_RECURSION = 5_000
 """Enough for elements that are nested a thousand deep."""
@@ -90,7 +91,7 @@ class Unreadable(Exception):
     """A file that cannot be read; the message says why."""
 
 
-def read_pdf(content: bytes) -> str:
+def read_pdf(content: bytes) -> tuple[str, str]:
     """Returns the text of a PDF, with a line before each page."""
     import pypdfium2
 
@@ -110,11 +111,9 @@ def read_pdf(content: bytes) -> str:
             raise Unreadable(f"it has more than {MAX_TEXT_BYTES} characters; split it")
         if text:
             texts.append(f"[page {number + 1}]\n{text}")
-    return "\n\n".join(texts)
+    return "", "\n\n".join(texts)
 
 
-_HIDDEN = ("head", "script", "style", "template", "noscript", "svg", "img", "nav", "footer")
-_BESIDE_ROLES = ("navigation", "banner", "contentinfo", "search")
 _BESIDE = re.compile(
     r"(^|[-_ ])((doc|site|page|top)?nav(bar|header|footer|igation)?|breadcrumbs?|menu|banner|footer|cookies?)($|[-_ ])",
     re.IGNORECASE,
@@ -127,7 +126,7 @@ _MAX_KEPT = 16
 def _is_beside(tag: Tag) -> bool:
     names = f"{' '.join(tag.get('class') or ())} {tag.get('id') or ''}"[:1_024]
     return tag.name not in ("html", "body", "main", "article") and (
-        tag.get("role") in _BESIDE_ROLES or _BESIDE.search(names) is not None
+        tag.get("role") in ("navigation", "banner", "contentinfo", "search") or _BESIDE.search(names) is not None
     )
 
 
@@ -135,7 +134,7 @@ def _keep_text(soup: BeautifulSoup) -> None:
     """Drops declarations, scripts, images, and what stands beside the text, unless that is most of the page."""
     for node in soup(string=lambda text: isinstance(text, PreformattedString)):
         node.extract()
-    for tag in soup(_HIDDEN):
+    for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img", "nav", "footer"]):
         tag.decompose()
     num_characters, num_kept = len(soup.get_text()), 0
     for tag in soup(_is_beside):
@@ -147,13 +146,14 @@ def _keep_text(soup: BeautifulSoup) -> None:
             return
 
 
-def read_html(content: bytes) -> str:
-    """Returns the text of a web page as Markdown, without navigation, scripts, images and addresses of links."""
+def read_html(content: bytes) -> tuple[str, str]:
+    """Returns title and text of a web page as Markdown, without navigation, scripts, images and addresses of links."""
     from markdownify import MarkdownConverter
 
     from kvmosaic.extraction.worker import WebPage
 
     soup = WebPage(content, "html.parser")
+    title = " ".join(soup.title.get_text().split())[:MAX_TITLE_CHARACTERS] if soup.title else ""
     _keep_text(soup)
     text: str = MarkdownConverter(heading_style="ATX", strip=["a"], escape_misc=False).convert_soup(soup)
     lines = (line.rstrip() for line in text.splitlines())
@@ -161,10 +161,10 @@ def read_html(content: bytes) -> str:
     for line in lines:
         if line or (kept and kept[-1]):
             kept.append(line)
-    return "\n".join(kept)
+    return title, "\n".join(kept)
 
 
-def read_docx(content: bytes) -> str:
+def read_docx(content: bytes) -> tuple[str, str]:
     """Returns the text of a Word document as Markdown, without images."""
     import mammoth
 
@@ -182,7 +182,7 @@ def read_docx(content: bytes) -> str:
     return read_html(page.value.encode())
 
 
-READERS: dict[str, Callable[[bytes], str]] = {
+READERS: dict[str, Callable[[bytes], tuple[str, str]]] = {
     ".pdf": read_pdf,
     ".html": read_html,
     ".htm": read_html,
@@ -194,7 +194,7 @@ def main(suffix: str) -> int:
     """Reads one file; returns the exit code."""
     _limit()
     try:
-        code, text = 0, READERS[suffix](sys.stdin.buffer.read())
+        code, text = 0, "\n".join(READERS[suffix](sys.stdin.buffer.read()))
     except Unreadable as error:
         code, text = REFUSED, str(error)
     except MemoryError:

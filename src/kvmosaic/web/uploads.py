@@ -22,6 +22,7 @@ from kvmosaic.api.served_documents import ServedDocuments
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.documents.stored import MAX_METADATA_VALUE
 from kvmosaic.errors import InvalidDocument, KVMosaicError
+from kvmosaic.extraction import FileText
 from kvmosaic.prompt.document import MAX_ID_CHARACTERS
 from kvmosaic.web.json_body import Warnings
 
@@ -296,7 +297,7 @@ class Upload:
         return Uploaded(None, name, name[-MAX_ID_CHARACTERS:], draft)
 
 
-async def file_text(served: ServedDocuments, file: UploadFile) -> tuple[str, str]:
+async def file_text(served: ServedDocuments, file: UploadFile) -> tuple[str, FileText]:
     """Returns the name and the text of an uploaded file.
 
     Raises:
@@ -316,20 +317,21 @@ async def file_text(served: ServedDocuments, file: UploadFile) -> tuple[str, str
     return name, await served.extract(await file.read(), name)
 
 
-async def file_draft(served: ServedDocuments, name: str, text: str, **fields: Any) -> DocumentDraft:
-    """Returns the draft of a file's text, with the name as title.
+async def file_draft(served: ServedDocuments, name: str, said: FileText, **fields: Any) -> DocumentDraft:
+    """Returns the draft of a file's text, with the name as title if it says none.
 
     Args:
         served: where it will be stored.
         name: of the file.
-        text: of the file.
+        said: the text of the file.
         fields: of `DocumentContent`, in place of the usual ones.
 
     Raises:
         ApiError: a text or name that cannot be stored.
         InvalidPrompt, ChunkCacheFull: the text is too long.
     """
-    values = {"text": text, "title": PurePosixPath(name).name, "metadata": {"filename": name}, **fields}
+    title = said.title or PurePosixPath(name).name
+    values = {"text": said.text, "title": title, "metadata": {"filename": name}, **fields}
     return await served.in_thread(lambda: served.accepted(read_body(DocumentContent, values, "file"), name))
 
 

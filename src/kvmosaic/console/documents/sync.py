@@ -74,7 +74,7 @@ def hash_of(content: bytes) -> str:
 
 
 def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
-    """Returns the document of a file: its text, its name as title, its hash; `fields` come before these.
+    """Returns the document of a file: its text, its title or name, its hash; `fields` come before these.
 
     Raises:
         InvalidDocument: it has no text, or cannot be read.
@@ -84,8 +84,9 @@ def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidDocument("its name is not UTF-8; rename it") from None
-    text = extract_text(content, name)
-    values = {"id": name, "title": Path(name).name, "text": text, "metadata": {HASH: hash_of(content)}, **fields}
+    said = extract_text(content, name)
+    title = said.title or Path(name).name
+    values = {"id": name, "title": title, "text": said.text, "metadata": {HASH: hash_of(content)}, **fields}
     return NamedLine.of(name, values)
 
 

@@ -17,7 +17,7 @@ from kvmosaic.api.warming import WarmedDocument, WarmJob, WarmOptions
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.engine import Request
 from kvmosaic.errors import ChunkCacheFull, ChunkCacheOff
-from kvmosaic.extraction import extract_text
+from kvmosaic.extraction import FileText, extract_text
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.server.documents.cached import (
     count_kept,
@@ -54,7 +54,7 @@ class ServerDocuments(ServedDocuments):
         """Runs slow work in the tenant's turn."""
         return await self._services.in_thread(self.tenant, function, *args, **kwargs)
 
-    async def extract(self, content: bytes, filename: str) -> str:
+    async def extract(self, content: bytes, filename: str) -> FileText:
         """Returns the text of a file."""
         return await asyncio.wrap_future(
             self._services.file_threads.submit(self.tenant, extract_text, content, filename)

@@ -17,7 +17,7 @@ from kvmosaic.api.served_documents import ServedDocuments, check_length, most_ch
 from kvmosaic.api.warming import WarmedDocument, WarmJob
 from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, StoreLimits, document_place
 from kvmosaic.errors import KVMosaicError, PromptTooLong
-from kvmosaic.extraction import extract_text
+from kvmosaic.extraction import FileText, extract_text
 from kvmosaic.integrations.vllm.contract import FIELD, Composition, EncodedRequest, composed
 from kvmosaic.integrations.vllm.front.pool_updates import PoolUpdates, api_error, ask
 from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
@@ -141,7 +141,7 @@ class FrontDocuments(ServedDocuments):
         """Runs slow work in one of the front's threads."""
         return await self._front.in_thread(function, *args, **kwargs)
 
-    async def extract(self, content: bytes, filename: str) -> str:
+    async def extract(self, content: bytes, filename: str) -> FileText:
         """Returns the text of a file; prompts do not wait for it."""
         return await self._front.in_file_thread(extract_text, content, filename)
 
