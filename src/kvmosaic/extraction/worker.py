@@ -118,7 +118,7 @@ _BESIDE = re.compile(
     r"(^|[-_ ])((doc|site|page|top)?nav(bar|header|footer|igation)?|breadcrumbs?|menu|banner|footer|cookies?)($|[-_ ])",
     re.IGNORECASE,
 )
-"""Names of classes and ids of what stands beside the text of a page."""
+"""Names of classes and ids of what is beside the text of a page."""
 _MAX_KEPT = 16
 """Elements with such a name that hold most of the page; then no more are looked at, so that it takes linear time."""
 
@@ -131,7 +131,7 @@ def _is_beside(tag: Tag) -> bool:
 
 
 def _keep_text(soup: BeautifulSoup) -> None:
-    """Drops declarations, scripts, images, and what stands beside the text, unless that is most of the page."""
+    """Drops declarations, scripts, images, and what is beside the text, unless that is most of the page."""
     for node in soup(string=lambda text: isinstance(text, PreformattedString)):
         node.extract()
     for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img", "nav", "footer"]):
