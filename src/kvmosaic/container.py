@@ -12,13 +12,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from kvmosaic.errors import TooMuchWork
 
+T = TypeVar("T")
 MAX_QUOTA_FILE_BYTES = 65_536
 _MAX_CORES = 65_536.0
 _MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")
@@ -180,25 +181,20 @@ class _Watch:
         """Of threads, by their number: the CPU time at which they end."""
         self._is_watching = False
 
-    def begin(self, end: float) -> float | None:
-        """Watches the calling thread until `end`; returns what was watched before."""
-        thread = threading.get_ident()
+    def begin(self, end: float) -> None:
+        """Watches the calling thread until `end`."""
         with self._lock:
-            before = self._limits.get(thread)
-            self._limits[thread] = end
+            self._limits[threading.get_ident()] = end
             if not self._is_watching:
                 threading.Thread(target=self._watch, name="kvmosaic-cpu-limit", daemon=True).start()
                 self._is_watching = True
-        return before
 
-    def end(self, before: float | None) -> None:
+    def end(self) -> None:
         """Ends what `begin` began; an exception that has not been raised yet never is."""
         thread = threading.get_ident()
         with self._lock:
             if self._limits.pop(thread, None) is None:
                 _raise_in(thread, None)
-            if before is not None:
-                self._limits[thread] = before
 
     def _watch(self) -> None:
         while True:
@@ -218,30 +214,35 @@ def _cpu_seconds_of(thread: int) -> float:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raises in a thread, at its next line of Python; None: takes that back."""
+    """Raises in a thread, at its next call or jump of Python; None: takes that back."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
 
 
 _watch = _Watch()
 
 
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Makes `check_cpu` raise in this thread once it has used this much CPU time in this block.
+def limited_call(seconds: float, function: Callable[[], T]) -> T:
+    """Calls a function in which `check_cpu` raises once this thread has used this much CPU time in it.
 
     Python code that never calls it is ended a second or two later, where the system tells the time of another thread.
+
+    Raises:
+        TooMuchWork: it has exceeded the limit. And whatever the function raises.
     """
-    before = getattr(_of_thread, "limit", None)
     _of_thread.limit = limit = (time.thread_time() + seconds, seconds)
-    watched = _watch.begin(limit[0]) if hasattr(time, "pthread_getcpuclockid") else None
     try:
-        yield
+        if hasattr(time, "pthread_getcpuclockid"):
+            _watch.begin(limit[0])
+        return function()
     except TooMuchWork as error:
         raise error if error.args else _too_much(seconds) from None
     finally:
-        if hasattr(time, "pthread_getcpuclockid"):
-            _watch.end(watched)
-        _of_thread.limit = before
+        while _of_thread.limit is not None:
+            try:  # the exception of the watch may come as late as here, once
+                _watch.end()
+                _of_thread.limit = None
+            except TooMuchWork:
+                continue
 
 
 def check_cpu() -> None:

@@ -15,7 +15,7 @@ from support.server import loaded_reader
 from support.tokenizers import make_tokenizer
 
 from kvmosaic import container
-from kvmosaic.container import cpu_limit
+from kvmosaic.container import limited_call
 from kvmosaic.errors import TooMuchWork
 from kvmosaic.prompt.encoder import PromptEncoder
 from kvmosaic.prompt.text_pieces import foreign
@@ -109,8 +109,8 @@ def test_a_long_text_is_tokenized_in_calls_that_are_short() -> None:
 
 def test_a_text_that_takes_too_much_time_is_given_up() -> None:
     encoder = PieceTokenizer(TOKENIZERS["reader"])
-    with cpu_limit(0.02), pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"):
-        encoder.encode([foreign("The ferry goes to Oak Island. " * 100_000)])
+    with pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"):
+        limited_call(0.02, lambda: encoder.encode([foreign("The ferry goes to Oak Island. " * 100_000)]))
     assert encoder.encode([foreign("ferry")]).token_ids, "another one is read as ever"
 
 
@@ -119,15 +119,16 @@ def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     encoder = PromptEncoder(TOKENIZERS["reader"], vocab_size=len(TOKENIZERS["reader"]))
     question = [{"role": "user", "content": "When does the ferry go?"}]
-    with pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"), cpu_limit(0.02):
-        encoder.encode_chat(question, chat_template=loops)
-    with cpu_limit(10):
-        assert encoder.encode_chat(question)
+    with pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"):
+        limited_call(0.02, lambda: encoder.encode_chat(question, chat_template=loops))
+    assert limited_call(60, lambda: encoder.encode_chat(question))
 
 
-def test_a_limit_ends_nothing_behind_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "_WATCH_SECONDS", 0.0005)
-    for _ in range(200):
-        with suppress(TooMuchWork), cpu_limit(0.0001):
-            sum(range(20_000))
-        sum(number for number in range(2_000))
+def test_a_limit_ends_nothing_behind_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the exception of the watch comes: inside of the call, at its end, or never."""
+    monkeypatch.setattr(container, "_WATCH_SECONDS", 0.0002)
+    for number in range(400):
+        with suppress(TooMuchWork):
+            limited_call(0.0, lambda: [sum(range(100)) for _ in range(number)])  # noqa: B023 - called at once
+        assert container._of_thread.limit is None
+        assert [sum(range(100)) for _ in range(20)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
-from kvmosaic.container import cpu_limit
+from kvmosaic.container import limited_call
 from kvmosaic.server.tenants.access import Tenant
 from kvmosaic.web.errors import ApiError
 
@@ -359,8 +359,7 @@ class RequestThreads:
     def _limited(self, function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-            with cpu_limit(self._cpu_seconds):
-                return function(*args, **kwargs)
+            return limited_call(self._cpu_seconds, partial(function, *args, **kwargs))
 
         return limited
 

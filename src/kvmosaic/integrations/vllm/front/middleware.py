@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmosaic.api.errors import ApiError, error_reply
-from kvmosaic.container import cpu_limit
+from kvmosaic.container import limited_call
 from kvmosaic.integrations.vllm.front.answers import JSONAnswer, Report, StreamAnswer
 from kvmosaic.integrations.vllm.front.body_prompt import Renderer
 from kvmosaic.integrations.vllm.front.body_rewrite import (
@@ -107,11 +107,7 @@ class ComposedDocuments:
             TooMuchWork: it took longer.
             Whatever `work` raises.
         """
-
-        def limited() -> T:
-            with cpu_limit(CPU_SECONDS):
-                return work(*args, **kwargs)
-
+        limited = partial(limited_call, CPU_SECONDS, partial(work, *args, **kwargs))
         return await asyncio.get_running_loop().run_in_executor(self._threads, limited)
 
     async def in_file_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
