@@ -68,6 +68,7 @@ def port_of(server: ServeCommand) -> int:
     return port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/documents:batch"])
 def test_a_body_that_has_not_come_is_answered_when_the_server_ends(path: str) -> None:
     with HangingServer("none") as server, socket.create_connection(("127.0.0.1", port_of(server))) as client:
