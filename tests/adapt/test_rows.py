@@ -53,8 +53,8 @@ def assert_close(found: list[list[float]], expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "gpt_oss", "cohere2"))]
 )
-@pytest.mark.parametrize("strategy", ["sequential", "shared"])
-@pytest.mark.parametrize("context", ["system", "companions", "none"])
+@pytest.mark.parametrize("strategy", ["sequential", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["system", "companions", pytest.param("none", marks=pytest.mark.slow)])
 def test_composed_rows_are_what_the_engine_computes(family: str, strategy: str, context: ChunkContext) -> None:
     model = loaded_family(family)
     prompt = replace(random_prompt(), companions=((21, 22, 23, 24),))

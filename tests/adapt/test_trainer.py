@@ -145,6 +145,7 @@ def test_hidden_states_and_document_tokens_can_be_targets(tmp_path: Path) -> Non
     assert result.best.divergence <= result.history[0].divergence
 
 
+@pytest.mark.slow
 def test_sampled_answers_stand_beside_the_greedy_one_and_repeat() -> None:
     learned, _ = corpus().split(0.4, 0)
     cases = learned.draw(Random("cases"), 3, 4)

@@ -234,6 +234,7 @@ def test_seeds_are_valid_and_cover_every_route_with_a_body(server: RunningServer
         assert reply.status in (200, 201), (seed, reply.body)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bodies(server: RunningServer) -> None:
     api = server.app.openapi()
     one, other = Fuzzer(Random(7), SEEDS, api), Fuzzer(Random(7), SEEDS, api)
