@@ -42,7 +42,7 @@ def passages_of(folder: Path) -> list[Passage]:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and is_readable(path.name):
             parts = [""]
-            for paragraph in extract_text(path.read_bytes(), path.name).split("\n\n"):
+            for paragraph in extract_text(path.read_bytes(), path.name).text.split("\n\n"):
                 if parts[-1] and len(parts[-1]) + len(paragraph) > PASSAGE_CHARACTERS:
                     parts.append("")
                 parts[-1] += paragraph + "\n\n"
