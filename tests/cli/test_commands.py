@@ -105,7 +105,7 @@ def test_missing_model_is_one_message(tmp_path: Path) -> None:
 
 
 def test_empty_folder_and_empty_input_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    assert "no .txt or .md file" in run("run", tiny_model, "--documents", tmp_path, "-q", "Why?").stderr
+    assert "no file that can be read" in run("run", tiny_model, "--documents", tmp_path, "-q", "Why?").stderr
     result = run("run", tiny_model, "-", text="\n \n")
     assert result.exit_code == 2 and "standard input is empty" in result.stderr
     result = run("run", tiny_model, "-", text=b"a ## b\xff ## c")
