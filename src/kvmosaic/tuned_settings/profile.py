@@ -146,7 +146,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values, for JSON."""
-        return {FORMAT_FIELD: FORMAT, **asdict(self)}
+        return {FORMAT_FIELD: FORMAT, **asdict(self), "tasks": [asdict(task) for task in self.tasks]}
 
     @classmethod
     def from_dict(cls, content: object) -> Profile:
