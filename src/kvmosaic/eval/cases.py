@@ -25,6 +25,7 @@ from kvmosaic.eval.loaders import Filled, Label, Record, load, parsed_json, read
 from kvmosaic.eval.tasks import USUAL_TASKS, task
 from kvmosaic.prompt import Document
 
+MAX_FILE_BYTES = 2**26
 MAX_LINE_CHARACTERS = 2**20
 MAX_QUESTIONS = 100_000
 DEFAULT_SYSTEM = "Answer the question from the documents."
@@ -103,7 +104,7 @@ def own_cases(
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that say something, with their numbers."""
-    lines = enumerate(read_text(path).split("\n"), start=1)
+    lines = enumerate(read_text(path, MAX_FILE_BYTES).split("\n"), start=1)
     return ((number, line.strip()) for number, line in lines if line.strip())
 
 

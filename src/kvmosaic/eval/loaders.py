@@ -29,6 +29,7 @@ from kvmosaic.prompt import Document
 from kvmosaic.prompt.separator import check_unicode
 
 MAX_CASES = 100_000
+MAX_ITEMS = 100_000
 MAX_FILE_BYTES = 2**30
 _ANSWER_TOKENS = 32
 SHORT_ANSWER = "Answer the question from the documents, in a few words and nothing else."
@@ -63,6 +64,8 @@ class Record(BaseModel):
 
 
 Read = TypeVar("Read", bound=Record)
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS)]
 
 
 def read_record(kind: type[Read], value: object) -> Read:
@@ -106,7 +109,7 @@ def _rows(*names: str) -> BeforeValidator:
 
 class _Paragraph(Record):
     title: Text
-    sentences: list[Text]
+    sentences: Items[Text]
 
     def document(self) -> Document:
         """The sentences as one text. One without sentences says its title."""
@@ -124,8 +127,8 @@ class _MultiHop(Record):
     id: Label | None = Field(None, validation_alias=AliasChoices("_id", "id"))
     question: Filled
     answer: Filled
-    context: Annotated[list[_Paragraph], _rows("title", "sentences")]
-    supporting_facts: Annotated[list[_Fact] | None, _rows("title", "sent_id")] = None
+    context: Annotated[Items[_Paragraph], _rows("title", "sentences")]
+    supporting_facts: Annotated[Items[_Fact] | None, _rows("title", "sent_id")] = None
 
     def answers(self) -> tuple[str, ...]:
         return (self.answer,)
@@ -152,11 +155,13 @@ class _Musique(Record):
     id: Label | None = None
     question: Filled
     answer: Filled
-    answer_aliases: list[Filled] | None = None
-    answerable: Annotated[bool | None, AfterValidator(lambda value: _check_answerable(value))] = None
-    paragraphs: list[_MusiqueParagraph]
+    answer_aliases: Items[Filled] | None = None
+    answerable: bool | None = None
+    paragraphs: Items[_MusiqueParagraph]
 
     def answers(self) -> tuple[str, ...]:
+        if self.answerable is False:
+            raise InvalidConfig("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")
         return (self.answer, *(self.answer_aliases or ()))
 
     def documents(self) -> tuple[Document, ...]:
@@ -164,12 +169,6 @@ class _Musique(Record):
 
     def needs(self) -> tuple[int, ...]:
         return tuple(index for index, paragraph in enumerate(self.paragraphs) if paragraph.is_supporting)
-
-
-def _check_answerable(value: bool | None) -> bool | None:
-    if value is False:
-        raise ValueError("'answerable' is false, so no answer is right; take the files of MuSiQue-Answerable")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +187,20 @@ class _Answer(Record):
 class _Question(Record):
     id: Label
     question: Filled
-    answers: list[_Answer]
+    answers: Items[_Answer]
 
 
 class _SquadParagraph(Record):
     context: Filled
-    qas: list[_Question]
+    qas: Items[_Question]
 
 
 class _Article(Record):
-    paragraphs: list[_SquadParagraph]
+    paragraphs: Items[_SquadParagraph]
 
 
 class _Squad(Record):
-    data: list[_Article]
+    data: Items[_Article]
 
 
 def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list[Case]:
@@ -219,7 +218,7 @@ def load_squad(path: Path, limit: int | None, documents: int, seed: int) -> list
     try:
         paragraphs = [
             paragraph
-            for article in read_record(_Squad, parsed_json(read_text(path))).data
+            for article in read_record(_Squad, parsed_json(read_text(path, MAX_FILE_BYTES))).data
             for paragraph in article.paragraphs
         ]
         asked = [(number, question) for number, paragraph in enumerate(paragraphs) for question in paragraph.qas]
@@ -291,7 +290,7 @@ def load(
     _check_count("documents", documents, MAX_CASE_DOCUMENTS)
     if format is not None and format not in (*FORMATS, *SQUAD):
         raise InvalidConfig(f"there is no format {format!r:.80}; there are {', '.join((*FORMATS, *SQUAD))}")
-    text = read_text(path)
+    text = read_text(path, MAX_FILE_BYTES)
     if format in SQUAD or (format is None and _SQUAD_START.match(text)):
         return load_squad(path, MAX_CASES if limit is None else limit, documents, seed)
     cases, places = list[Case](), dict[str, str]()
@@ -312,8 +311,8 @@ def load(
     return cases
 
 
-def read_text(path: Path) -> str:
-    """The text of a file of questions.
+def read_text(path: Path, most: int) -> str:
+    """The text of a file of questions, of at most so many bytes.
 
     Raises:
         InvalidConfig: it cannot be read.
@@ -322,8 +321,8 @@ def read_text(path: Path) -> str:
         raise InvalidConfig(f"{path} is not a file; give the path of a file of lines or of JSON")
     try:
         size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InvalidConfig(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are read: split it")
+        if size > most:
+            raise InvalidConfig(f"{path} has {size} bytes; at most {most} are read: split it")
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InvalidConfig(
