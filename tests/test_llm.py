@@ -14,6 +14,7 @@ from support.tokenizers import make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.attention import TorchBackend
+from kvmosaic.container import device_memory_bytes
 from kvmosaic.errors import (
     ChunkCacheFull,
     ChunkCacheOff,
@@ -35,7 +36,6 @@ from kvmosaic.errors import (
     TooManyChunks,
     UnknownChunk,
 )
-from kvmosaic.memory import device_memory_bytes
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Segment, SegmentKind
 

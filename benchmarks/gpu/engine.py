@@ -19,7 +19,7 @@ from kvmosaic.attention import BackendName
 from kvmosaic.bench.models import RANDOM_MODELS
 from kvmosaic.bench.sizes import Sizes
 from kvmosaic.bench.workloads import TokenSource
-from kvmosaic.engine.self_check import run_self_check
+from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.model import LoadedModel
 
 GIB = 2**30

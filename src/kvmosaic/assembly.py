@@ -6,31 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
-import torch
-
-from kvmosaic.attention import (
-    AttentionBackend,
-    BackendName,
-    ChosenBackend,
-    PoolName,
-    TorchBackend,
-    choose_backend,
-)
+from kvmosaic.attention import BackendName, ChosenBackend, PoolName
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, not_movable
-from kvmosaic.engine.self_check import SelfCheck, run_self_check
+from kvmosaic.container import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
+from kvmosaic.engine import Engine, not_movable
+from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
-from kvmosaic.memory import blocks_within, check_fits, device_memory_bytes, free_memory_bytes, pinned_bytes
-from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.formats import FORMATS, find_format
-from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.prompt.conversation import schemas_of
 from kvmosaic.prompt.patterns import read_find_documents
@@ -40,8 +30,11 @@ from kvmosaic.tools import ToolRequest, read_tool_request
 from kvmosaic.tuned_settings import PROFILE_NAME
 
 if TYPE_CHECKING:
+    from kvmosaic.attention import AttentionBackend
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import EngineModel, SlotStorage, StepRunner
     from kvmosaic.llama.model import LlamaModel
+    from kvmosaic.model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +79,43 @@ Settings = TypeVar("Settings")
 
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
-MAX_LLAMA_CELLS = 32_768
-"""The most cells of llama.cpp for requests, and for documents: each row looks at all that are in use. Other cached
-documents wait in host memory."""
 _MIN_CACHE_BYTES = 64 * 2**20
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
+
+
+class ModelEngine(Protocol):
+    """What runs models: a module with these functions, imported when a model of its kind is opened."""
+
+    @property
+    def max_cells(self) -> int | None:
+        """The most tokens of requests, and of documents, that lie in working memory; None: in the pools alone."""
+
+    @property
+    def no_codec_reason(self) -> str:
+        """Why chunks in tiers cannot be rounded, and the way out; empty when they can."""
+
+    def open_model(self, name: str | Path, **settings: Any) -> AnyModel:
+        """Loads a model; see `LLM` for the settings."""
+
+    def choose_attention(self, model: Any, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:
+        """The attention backend of a model, and why."""
+
+    def check_model(self, model: Any, config: EngineConfig, backend: Any) -> SelfCheck:
+        """Compares composed prompts with ordinary ones."""
+
+    def build_runner(
+        self, model: Any, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: Any
+    ) -> StepRunner:
+        """Allocates the slots of both pools."""
+
+
+_ENGINES = {"transformers": "kvmosaic.model.engine", "llama.cpp": "kvmosaic.llama.engine"}
+
+
+def engine_named(name: str) -> ModelEngine:
+    """An engine by the name that its models have."""
+    return cast(ModelEngine, import_module(_ENGINES[name]))
 
 
 def checked(settings: Settings, kind: type[Settings]) -> Settings:
@@ -217,7 +241,7 @@ def usual_context(model: str | Path | AnyModel) -> ChunkContext:
 
     The small readers say "system": they know texts of their own kind only, and a paragraph of prose confuses them.
     """
-    said = getattr(model.module.config, CHUNK_CONTEXT_KEY, None) if isinstance(model, LoadedModel) else None
+    said = getattr(getattr(getattr(model, "module", None), "config", None), CHUNK_CONTEXT_KEY, None)
     if isinstance(model, str | Path):
         path = (bundled_reader() if model == BUNDLED_READER else Path(model)) / "config.json"
         with suppress(OSError, ValueError, KeyError, TypeError):  # not a folder, or it cannot be loaded either
@@ -292,6 +316,7 @@ def open_model(
     dtype: str = "auto",
     device: str = "auto",
     max_positions: int | None = None,
+    num_threads: int | None = None,
     **options: Any,
 ) -> AnyModel:
     """Loads a model into the engine that is to run it.
@@ -303,6 +328,7 @@ def open_model(
         dtype: for transformers.
         device: where weights are to be.
         max_positions: the longest sequence to run.
+        num_threads: compute threads; None: as the engine chooses.
         options: more of `load_model`, for transformers.
 
     Raises:
@@ -315,44 +341,16 @@ def open_model(
                 "engine='transformers', or merge the adapter into the weights before the file is written"
             )
         engine = "transformers"
-    if runs_in_llama(name, engine, dtype, kv_cache_dtype):
-        from kvmosaic.llama.model import gpu_layers_of, load_llama
-
-        return load_llama(
-            Path(name).expanduser(),
-            max_positions=max_positions,
-            kv_cache_dtype=kv_cache_dtype,
-            gpu_layers=gpu_layers_of(device),
-        )
-    return load_model(
+    is_llama = runs_in_llama(name, engine, dtype, kv_cache_dtype)
+    return engine_named("llama.cpp" if is_llama else "transformers").open_model(
         bundled_reader() if name == BUNDLED_READER else name,
         dtype=dtype,
         device=device,
         max_positions=max_positions,
+        num_threads=num_threads,
+        kv_cache_dtype=kv_cache_dtype,
         **options,
     )
-
-
-def choose_attention(model: AnyModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:
-    """The attention backend of a model, and why.
-
-    Raises:
-        InvalidConfig: one was asked for that cannot be used here.
-    """
-    if isinstance(model, LoadedModel):
-        return choose_backend(wanted, model.dtype, model.device, has_bias=model.has_bias)
-    if wanted is not None:
-        raise InvalidConfig("attention_backend is for transformers: llama.cpp has its own; leave it out")
-    return ChosenBackend(TorchBackend(), model.engine_name, "its own kernels; our backends are not used")
-
-
-def check_model(model: AnyModel, config: EngineConfig, backend: AttentionBackend) -> SelfCheck:
-    """Compares composed prompts with ordinary ones, as suits the engine."""
-    if isinstance(model, LoadedModel):
-        return run_self_check(model, backend)
-    from kvmosaic.llama.self_check import check_llama
-
-    return check_llama(model, num_threads=_num_threads(config))
 
 
 def build_engine(
@@ -370,13 +368,16 @@ def build_engine(
     """
     bytes_per_block = model.bytes_per_token() * config.block_size
     request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
-    if not isinstance(model, LoadedModel):
-        request_blocks = min(request_blocks, -(-MAX_LLAMA_CELLS // config.block_size))
+    engine = engine_named(model.engine_name)
+    if engine.max_cells is not None:
+        request_blocks = min(request_blocks, -(-engine.max_cells // config.block_size))
     chunk_blocks = 1
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
-    num_cells = 0 if isinstance(model, LoadedModel) else _num_cells(request_blocks, chunk_blocks, config.block_size)
+    num_cells = 0
+    if engine.max_cells is not None:
+        num_cells = request_blocks * config.block_size + min(chunk_blocks * config.block_size, engine.max_cells)
     cached = (request_blocks + chunk_blocks) * bytes_per_block
     check_fits(cached + num_cells * model.bytes_per_token(), model.device)
     kv_cache = KVCache(
@@ -388,51 +389,13 @@ def build_engine(
         bytes_per_block=bytes_per_block,
     )
     num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
-    runner = _build_runner(model, num_blocks, config, engine_config, backend)
+    runner = engine.build_runner(model, num_blocks, config.block_size, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
+        if tier_config.chunk_codec != "none" and (reason := engine.no_codec_reason):
+            raise InvalidConfig(f"chunk_codec={tier_config.chunk_codec!r} rounds numbers, and {reason}")
         offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
-
-
-def _build_runner(
-    model: AnyModel,
-    num_blocks: Mapping[PoolName, int],
-    config: ChunkCacheConfig,
-    engine_config: EngineConfig,
-    backend: AttentionBackend | None,
-) -> StepRunner:
-    if isinstance(model, LoadedModel):
-        runner = Runner(model, num_blocks, config.block_size, backend)
-        if model.device.type == "cuda" and not model.has_bias and not engine_config.enforce_eager:
-            with suppress(ImportError):  # without Triton
-                from kvmosaic.attention.triton import TritonBackend
-                from kvmosaic.model.step_graphs import StepGraphs
-
-                if isinstance(backend, TritonBackend):
-                    runner.graphs = StepGraphs(model, runner.storages, backend)
-        return runner
-    from kvmosaic.llama.runner import LlamaRunner
-
-    return LlamaRunner(
-        model,
-        num_blocks,
-        config.block_size,
-        max_moved=min(model.max_positions, num_blocks["chunk_cache"] * config.block_size),
-        num_threads=_num_threads(engine_config),
-        max_cells=_num_cells(num_blocks["request"], num_blocks["chunk_cache"], config.block_size),
-        max_rows=engine_config.max_num_batched_tokens,
-    )
-
-
-def _num_cells(request_blocks: int, chunk_blocks: int, block_size: int) -> int:
-    """Cells of llama.cpp: for all requests, and for the cached documents that prompts read at once."""
-    return request_blocks * block_size + min(chunk_blocks * block_size, MAX_LLAMA_CELLS)
-
-
-def _num_threads(config: EngineConfig) -> int:
-    """Compute threads of llama.cpp: as many as torch has."""
-    return config.num_threads or torch.get_num_threads()
 
 
 def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: int) -> int:
@@ -459,7 +422,7 @@ def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: in
 
 def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
-    share = _FREE_SHARE_CPU if model.device.type == "cpu" else _FREE_SHARE_GPU
+    share = _FREE_SHARE_CPU if str(model.device) == "cpu" else _FREE_SHARE_GPU
     return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
 
 
@@ -468,13 +431,12 @@ def _gib(num_bytes: int) -> str:
 
 
 def _build_offloader(model: AnyModel, storage: SlotStorage, kv_cache: KVCache, config: TierConfig) -> ChunkOffloader:
-    if config.chunk_codec != "none" and not isinstance(model, LoadedModel):
-        raise InvalidConfig(
-            f"chunk_codec={config.chunk_codec!r} rounds numbers, and chunks of llama.cpp also have positions; leave it "
-            "out, or cache fewer bits by kv_cache_dtype"
-        )
+    from kvmosaic.engine.chunk_entries import ChunkEntries
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
+    from kvmosaic.memory import pinned_bytes
+
     entries = ChunkEntries(model.fingerprint, storage, config)
-    allocate = pinned_bytes if model.device.type == "cuda" else None
+    allocate = pinned_bytes if str(model.device).startswith("cuda") else None
     return ChunkOffloader(
         kv_cache,
         storage,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from jaxtyping import Float
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvmosaic.attention import Piece
 from kvmosaic.cache import Chunk, Key
@@ -19,6 +17,10 @@ from kvmosaic.layout import ChunkContext, Span
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.segment import whole_numbers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
 MAX_WARMED_TOKENS = 2**22
 """Tokens of warmed prompts that are remembered, so that their chunks can be woken by name."""

@@ -1,4 +1,4 @@
-"""Limits: of the container, of threads of a command, and of CPU time for reading a request.
+"""Limits: memory of device and container, threads of a command, and CPU time for reading a request.
 
 Number and waiting policy of threads are read from environment variables when torch is imported, so that a command can
 choose them and a library must not. `EngineConfig.num_threads` changes the number later.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from kvmosaic.errors import TooMuchWork
+from kvmosaic.errors import InvalidConfig, TooMuchWork
 
 T = TypeVar("T")
 MAX_QUOTA_FILE_BYTES = 65_536
@@ -56,6 +56,65 @@ def available_memory(root: Path = Path("/")) -> int | None:
     limit, used = memory_limit(root), _kib(_read(root / "proc" / "self" / "status"), "VmRSS")
     left = [max(limit - used, 0)] if limit is not None and used is not None else []
     return min([*left, *([available] if available is not None else [])], default=None)
+
+
+MAX_BLOCKS = 1 << 24
+"""Maximum blocks of one pool: their bookkeeping takes 335 MB before anything is cached. Measured up to ten million."""
+
+
+def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
+    """Number of blocks that fit into a budget.
+
+    Raises:
+        InvalidConfig: not even one block fits, or more than `MAX_BLOCKS`.
+    """
+    count = num_bytes // max(bytes_per_block, 1)
+    if count < 1:
+        raise InvalidConfig(
+            f"{purpose} is {num_bytes} bytes, but one block of this model takes {bytes_per_block} bytes; "
+            f"give it at least {bytes_per_block} bytes or use a smaller block_size"
+        )
+    if count > MAX_BLOCKS:
+        raise InvalidConfig(
+            f"{purpose} is {num_bytes} bytes, which is {count} blocks of {bytes_per_block} bytes, and a pool has "
+            f"{MAX_BLOCKS} at most; give it at most {MAX_BLOCKS * bytes_per_block} bytes or use a larger block_size"
+        )
+    return count
+
+
+def check_fits(num_bytes: int, device: object) -> None:
+    """Rejects caches larger than the device.
+
+    A system that overcommits memory would allocate them, and kill the process when they fill.
+
+    Raises:
+        InvalidConfig: `num_bytes` exceeds the total memory of the device.
+    """
+    total = device_memory_bytes(device)
+    if num_bytes > total:
+        raise InvalidConfig(
+            f"the chunk cache and the request cache are to take {num_bytes / 2**30:.1f} GiB, but {device} has "
+            f"{total / 2**30:.1f} GiB in all, and the model needs some of it; make the caches smaller"
+        )
+
+
+def device_memory_bytes(device: object) -> int:
+    """Total memory of a device: of the GPU, or for the CPU that of the machine, or of the container if it is less."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.get_device_properties(str(device)).total_memory)
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(of_machine, memory_limit() or of_machine)
+
+
+def free_memory_bytes(device: object) -> int:
+    """Memory of a device that nothing uses: for the CPU, of the machine, or of the container if it is less."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(str(device))[0])
+    return available_memory() or device_memory_bytes(device)
 
 
 def _kib(text: str, name: str) -> int | None:
@@ -147,6 +206,13 @@ def this_machine() -> Machine:
     except (AttributeError, OSError):  # Windows has none
         load = None
     return Machine(cores, max(cores, all_cores), cpu_quota(), load)
+
+
+def compute_threads(machine: Machine, root: Path = Path("/")) -> int:
+    """As many threads as compute at once: one for each core, although some cores run two."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(machine.cores)
+    siblings = {_read(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores}
+    return min(machine.threads, len(siblings)) if siblings and "" not in siblings else machine.threads
 
 
 def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[str, str]:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, cast
 
 from kvmosaic.assembly import (
     BUNDLED_READER,
@@ -21,19 +19,18 @@ from kvmosaic.assembly import (
     PromptLike,
     adapter_folders,
     build_engine,
-    check_model,
     check_movable,
     check_tiers,
     checked,
-    choose_attention,
     continuations_of,
+    engine_named,
     open_model,
     profile_place,
     prompts_of,
     read_tools,
     usual_context,
 )
-from kvmosaic.attention import AttentionBackend, BackendName
+from kvmosaic.attention import BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
@@ -44,8 +41,6 @@ from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with
-from kvmosaic.model import LoadedModel
-from kvmosaic.model.cpu.prepack import Prepack
 from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
@@ -62,6 +57,10 @@ from kvmosaic.sampling import (
     default_sampling,
 )
 from kvmosaic.tuned_settings import ProfileChoice, find_profile
+
+if TYPE_CHECKING:
+    from kvmosaic.attention import AttentionBackend
+    from kvmosaic.model.cpu.prepack import Prepack
 
 Messages = Sequence[Mapping[str, Any]]
 Documents = Sequence[Document | Mapping[str, Any] | str]
@@ -170,8 +169,6 @@ class LLM:
                     "give it as adapter= and no profile"
                 )
             adapters = adapter_folders(found.adapter)
-        if self.engine_config.num_threads is not None:
-            torch.set_num_threads(self.engine_config.num_threads)
         self.model: AnyModel
         if not isinstance(model, str | Path):
             if adapters:
@@ -188,6 +185,7 @@ class LLM:
                 dtype=dtype,
                 device=device,
                 max_positions=self.engine_config.max_model_len,
+                num_threads=self.engine_config.num_threads,
                 prepack=prepack,
                 trust_remote_code=trust_remote_code,
                 adapters=adapters,
@@ -195,11 +193,13 @@ class LLM:
             )
         digest = next((each.digest for each in self.model.adapters.values()), "")
         used = found.used_for(self.model.fingerprint, self.chunk_cache_config, digest)
-        if is_profiles_adapter and used.profile is None and isinstance(self.model, LoadedModel):
-            self.model = replace(self.model, adapters={})  # it stays in memory, and no prompt is computed by it
+        if is_profiles_adapter and used.profile is None and self.model.adapters:
+            # it stays in memory, and no prompt is computed by it
+            self.model = replace(cast(Any, self.model), adapters={})
         self.chunk_cache_config, self.profile, self.profile_note = used.config, used.profile, used.note
         self._keep_unsaid()
-        self.attention = choose_attention(self.model, attention_backend)
+        engine_of_model = engine_named(self.model.engine_name)
+        self.attention = engine_of_model.choose_attention(self.model, attention_backend)
         backend = self.attention.backend
         self.engine_facts = EngineFacts.of(self.model, self.attention.name)
         self.self_check: SelfCheck | None = None
@@ -207,7 +207,7 @@ class LLM:
         if enable_chunk_cache:
             check_movable(self.model, self.chunk_cache_config)
             if self_check:
-                self.self_check = check_model(self.model, self.engine_config, backend)
+                self.self_check = engine_of_model.check_model(self.model, self.engine_config, backend)
                 self.chunk_cache_off_reason = self.self_check.reason
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)

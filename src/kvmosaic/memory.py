@@ -1,8 +1,7 @@
-"""Block storage: the KV tensors of one pool, the memory budget, and host buffers as tensors."""
+"""Block storage: the KV tensors of one pool, and host buffers as tensors."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +10,6 @@ import torch
 from jaxtyping import Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from kvmosaic.container import available_memory, memory_limit
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry, stored_layers
 
@@ -54,61 +52,6 @@ class _Memory:
         }
         self.__array_interface__["data"] = (self.__array_interface__["data"][0], False)
         self._owner = memoryview(data)
-
-
-MAX_BLOCKS = 1 << 24
-"""Maximum blocks of one pool: their bookkeeping takes 335 MB before anything is cached. Measured up to ten million."""
-
-
-def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
-    """Number of blocks that fit into a budget.
-
-    Raises:
-        InvalidConfig: not even one block fits, or more than `MAX_BLOCKS`.
-    """
-    count = num_bytes // max(bytes_per_block, 1)
-    if count < 1:
-        raise InvalidConfig(
-            f"{purpose} is {num_bytes} bytes, but one block of this model takes {bytes_per_block} bytes; "
-            f"give it at least {bytes_per_block} bytes or use a smaller block_size"
-        )
-    if count > MAX_BLOCKS:
-        raise InvalidConfig(
-            f"{purpose} is {num_bytes} bytes, which is {count} blocks of {bytes_per_block} bytes, and a pool has "
-            f"{MAX_BLOCKS} at most; give it at most {MAX_BLOCKS * bytes_per_block} bytes or use a larger block_size"
-        )
-    return count
-
-
-def check_fits(num_bytes: int, device: torch.device) -> None:
-    """Rejects caches larger than the device.
-
-    A system that overcommits memory would allocate them, and kill the process when they fill.
-
-    Raises:
-        InvalidConfig: `num_bytes` exceeds the total memory of the device.
-    """
-    total = device_memory_bytes(device)
-    if num_bytes > total:
-        raise InvalidConfig(
-            f"the chunk cache and the request cache are to take {num_bytes / 2**30:.1f} GiB, but {device} has "
-            f"{total / 2**30:.1f} GiB in all, and the model needs some of it; make the caches smaller"
-        )
-
-
-def device_memory_bytes(device: torch.device) -> int:
-    """Total memory of a device: of the GPU, or for the CPU that of the machine, or of the container if it is less."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(of_machine, memory_limit() or of_machine)
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory of a device that nothing uses: for the CPU, of the machine, or of the container if it is less."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory() or device_memory_bytes(device)
 
 
 ChunkTensors: TypeAlias = list[tuple[Float[Tensor, "n G D"], Float[Tensor, "n G Dv"] | None]]

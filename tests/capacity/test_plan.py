@@ -8,9 +8,8 @@ from subprocess import run
 
 import pytest
 
-from kvmosaic import memory
 from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import MAX_BLOCKS, codec_share, parse_headroom
+from kvmosaic.capacity.plan import codec_share, parse_headroom
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
@@ -25,10 +24,6 @@ DEMAND = Demand(10_000, 1_000, 8, 4, system_tokens=100, question_tokens=30, answ
 def test_import_needs_no_torch() -> None:
     code = "import sys, kvmosaic.capacity; print({'torch', 'transformers'} & set(sys.modules))"
     assert run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-def test_numbers_that_live_elsewhere_are_the_same_here() -> None:
-    assert memory.MAX_BLOCKS == MAX_BLOCKS
 
 
 def test_memory_is_divided_without_a_rest() -> None:

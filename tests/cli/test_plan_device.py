@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.capacity.model_facts import memory_here
 from kvmosaic.cli import app
+from kvmosaic.model import load_model
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
-from kvmosaic.model.load import load_model
 
 ASKED = ("--device-memory", "2GiB", "--documents", "1000", "--tokens-per-document", "100")
 

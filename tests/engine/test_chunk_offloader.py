@@ -14,7 +14,9 @@ from support.loaded import random_prompt
 from support.tiers import HandClock, TroubledTier
 
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
+from kvmosaic.engine import Engine
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import QueueFull, TierUnavailable
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt

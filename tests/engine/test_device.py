@@ -14,7 +14,7 @@ from support.simulated_device import SimulatedDevice
 from kvmosaic import KVPiece, Prompt, SamplingParams, composed_attention
 from kvmosaic.attention import TorchBackend
 from kvmosaic.engine import Engine
-from kvmosaic.engine.self_check import run_self_check
+from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.model import LoadedModel
 from kvmosaic.rope import Rotation
 

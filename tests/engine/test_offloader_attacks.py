@@ -20,7 +20,9 @@ from support.tiers import HandClock, TroubledTier
 
 from kvmosaic.cache import Key
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
+from kvmosaic.engine import Engine
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import ChunkCacheFull, TierUnavailable
 from kvmosaic.memory import ChunkTensors
 from kvmosaic.prompt import Prompt, SegmentKind

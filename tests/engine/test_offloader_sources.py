@@ -17,8 +17,10 @@ from support.tiers import GATE_SECONDS, HandClock, TroubledTier
 
 from kvmosaic.cache import Chunk, Key
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
+from kvmosaic.engine import Engine
 from kvmosaic.engine import engine_core as engine_module
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.memory import BlockStorage, ChunkTensors
 from kvmosaic.tiers import Deadline, TieredStore
 

@@ -16,7 +16,9 @@ from support.loaded import loaded_family, random_prompt
 
 from kvmosaic.cache import Key
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, Request
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import TierUnavailable
 from kvmosaic.prompt import Prompt
 from kvmosaic.tiers import Deadline, DiskTier, Entry, HostTier, TieredStore

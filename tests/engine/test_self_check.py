@@ -13,7 +13,7 @@ from support.programs import needs_extension
 from support.sensitive import sensitive_model
 
 from kvmosaic.attention import TorchBackend
-from kvmosaic.engine.self_check import check_rows, run_self_check
+from kvmosaic.engine.self_check.whole import check_rows, run_self_check
 from kvmosaic.layers import MaskSpec
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model import LoadedModel

@@ -16,6 +16,7 @@ from support.llama_engine import difference, documents, llama_engine, llama_read
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig, InvalidRepair, NotMovable, RequestTooLarge, UnsupportedModel
+from kvmosaic.llama import runner
 from kvmosaic.llama.library import LlamaContext, Rows
 from kvmosaic.llama.model import load_llama
 from kvmosaic.llama.self_check import check_llama
@@ -65,6 +66,22 @@ def test_documents_that_share_cells_count_each(strategy: str, num_sequences: int
         cold, warm = (logits_of(engine, prompt, strategy) for _ in range(2))
         expected = dense_logits(reader, engine.arrange(prompt, strategy), [0])[0]
         assert max(difference(cold, expected), difference(warm, expected)) < 0.01
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_cells_are_allocated_when_they_are_needed(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama_engine(llama_reader())
+    monkeypatch.setattr(runner, "_FIRST_CELLS", 8)
+    grown = llama_engine(llama_reader(), num_sequences=8)
+    sizes = []
+    for prompt in (
+        Prompt.plain(QUESTION),
+        *(Prompt.from_tokens(list(range(2, 12)), documents(seed, 3), QUESTION) for seed in (1, 2, 1)),
+    ):
+        found, expected = (logits_of(engine, prompt, strategy) for engine in (grown, whole))
+        assert difference(found, expected) < 0.02
+        sizes.append(grown.runner.num_cells)  # type: ignore[attr-defined]
+    assert 8 == sizes[0] < sizes[1] < sizes[2] == sizes[3] < whole.runner.num_cells  # type: ignore[attr-defined]
 
 
 def test_ordinary_prompts_get_the_tokens_of_llama_cpp_itself() -> None:

@@ -17,7 +17,7 @@ from support.tiers import TroubledTier
 from kvmosaic.engine import Engine
 from kvmosaic.engine.request import Request
 from kvmosaic.errors import RequestTooLarge
-from kvmosaic.llama import cells
+from kvmosaic.llama import cells, runner
 from kvmosaic.prompt import Prompt
 
 ROUNDING = 0.1
@@ -51,8 +51,9 @@ class LlamaTruth(Truth):
 
 
 @pytest.fixture(autouse=True)
-def cells_rest_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def cells_rest_soon_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "IDLE_ROWS", 16)
+    monkeypatch.setattr(runner, "_FIRST_CELLS", 16)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvmosaic.container import MAX_BLOCKS, blocks_within, check_fits, device_memory_bytes
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
-from kvmosaic.memory import MAX_BLOCKS, BlockStorage, blocks_within, check_fits, device_memory_bytes
+from kvmosaic.memory import BlockStorage
 
 LAYERS = [LayerGeometry(0, 2, 4, 3), LayerGeometry(1, 1, 4, 3, True), LayerGeometry(0, 2, 4, 3)]
 

@@ -10,7 +10,7 @@ from support.families import build
 from transformers.models.llama import modeling_llama
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
-from kvmosaic.engine.self_check import run_self_check
+from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.errors import KVMosaicError, UnsupportedModel
 from kvmosaic.model import LoadedModel
 

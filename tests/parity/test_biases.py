@@ -15,7 +15,7 @@ from support.families import build
 from support.parity import check_cold_and_warm, prompts, settings_of_a_run
 from support.reference import eager_logits
 
-from kvmosaic.engine.self_check import run_self_check
+from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.errors import NotMovable
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model import LoadedModel

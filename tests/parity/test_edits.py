@@ -68,7 +68,8 @@ def check_edit(engine: Engine, model: LoadedModel, strategy: str, context: str, 
     old, new = (list(p.segments[1].token_ids or ()) for p in (before, after))
     segment = edited.reuse.segments[1]
     if old != new:
-        kept = num_kept(old, new, block_size)
+        texts = [list(p.token_ids or ()) for p in before.segments if p.kind is SegmentKind.CHUNK]
+        kept = max(num_kept(text, new, block_size) for text in texts)
         assert segment.reused_tokens == kept
         assert (segment.action == "partly reused") == bool(kept)
         blocks = engine.kv_cache.chunk_pool.blocks_for(len(new)) - kept // block_size

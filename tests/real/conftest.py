@@ -40,8 +40,7 @@ def model_folder() -> Path:
 @pytest.fixture(scope="session")
 def loaded(model_file: Path) -> Iterator[object]:
     """The model in float32, through the file."""
-    from kvmosaic.model import load_model
-    from kvmosaic.model.quiet import quiet_libraries
+    from kvmosaic.model import load_model, quiet_libraries
 
     quiet_libraries()
     yield load_model(model_file, dtype="float32", device="cpu")

@@ -17,7 +17,9 @@ from support.tiers import HandClock, TroubledTier
 from support.watching import Spy
 
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine, Request
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.prompt import Prompt
 from kvmosaic.tiers import TieredStore
 

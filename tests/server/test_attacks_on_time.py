@@ -68,7 +68,7 @@ def test_closing_server_tells_those_who_wait_for_a_thread() -> None:
         replies = [clients.submit(httpx.post, url, json=body, timeout=30) for _ in range(3)]
         warm = {"documents": ["The ferry goes to Oak Island."]}
         replies.append(clients.submit(httpx.post, server.url + "/v1/documents:warm", json=warm, timeout=30))
-        wait_until(lambda: services.threads.num_awaited == 4)
+        wait_until(lambda: len(services.threads.awaited) == 4)
         server.call(services.close)
         late = httpx.post(url, json=body, timeout=30)
         for reply in (*(reply.result() for reply in replies), late):

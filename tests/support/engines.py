@@ -15,7 +15,8 @@ from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.engine import ChunkOffloader, Engine, Request
+from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner

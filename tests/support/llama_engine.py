@@ -31,7 +31,7 @@ class RecordingLlamaRunner(LlamaRunner):
     def run(self, spans: Any) -> Tensor:
         logits = super().run(spans)
         self.check_invariants()
-        self.logits.append(logits.clone())
+        self.logits.append(torch.from_numpy(logits.copy()))
         return logits
 
 

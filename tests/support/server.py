@@ -22,8 +22,7 @@ import uvicorn
 
 from kvmosaic.assembly import AnyModel, bundled_reader
 from kvmosaic.llm import LLM
-from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.quiet import quiet_libraries
+from kvmosaic.model import LoadedModel, load_model, quiet_libraries
 from kvmosaic.server.app import build_app
 from kvmosaic.server.metrics.request_log import RequestRecord
 from kvmosaic.server.services import Services, build_services

@@ -121,7 +121,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and _is_here(kwargs.get("device")):
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_here(kwargs.get("device")):
             kwargs["device"] = "cpu"
             return DeviceTensor(func(*args, **kwargs))
         if args and isinstance(args[0], DeviceTensor):

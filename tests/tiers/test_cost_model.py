@@ -20,7 +20,9 @@ from support.tiers import TroubledTier
 from torch import Tensor
 
 from kvmosaic.config import TierConfig
-from kvmosaic.engine import ChunkEntries, ChunkOffloader, Engine
+from kvmosaic.engine import Engine
+from kvmosaic.engine.chunk_entries import ChunkEntries
+from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt

@@ -16,10 +16,9 @@ from kvmosaic.assembly import BUNDLED_READER, bundled_reader, usual_context
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eval.cases import DEFAULT_SYSTEM, Library
 from kvmosaic.eval.commands import QuestionOptions
-from kvmosaic.eval.measure import progress_bar
 from kvmosaic.llm import LLM
-from kvmosaic.model import LoadedModel, load_model
-from kvmosaic.model.quiet import quiet_libraries
+from kvmosaic.model import LoadedModel, load_model, quiet_libraries
+from kvmosaic.server.process.logs import progress_bar
 
 _INVENTED = 3
 """Questions that the model asks about each document."""
@@ -93,7 +92,7 @@ def _corpus(adapting: Adapting, model: LoadedModel, notices: Console) -> Corpus:
 
 
 def _train(trainer: Trainer, steps: int, notices: Console) -> Trained:
-    with progress_bar(notices, is_transient=True) as bar:
+    with progress_bar(notices) as bar:
         line = bar.add_task("reading held-out documents", total=steps, completed=trainer.first_step)
         last = [time.monotonic()]
 

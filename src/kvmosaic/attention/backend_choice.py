@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from inspect import signature
-from typing import Literal
 
 import torch
 
+from kvmosaic.attention.interface import BackendName, ChosenBackend
 from kvmosaic.attention.native import NativeBackend
 from kvmosaic.attention.native.backend import DTYPES
 from kvmosaic.attention.torch_backend import AttentionBackend, TorchBackend
@@ -16,20 +15,6 @@ from kvmosaic.errors import InvalidConfig, NativeUnavailable, TritonUnavailable
 
 VARIABLE = "KVMOSAIC_ATTENTION"
 """Environment variable with the name of a backend, for programs that do not call `LLM` directly."""
-
-BackendName = Literal["torch", "native", "triton"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenBackend:
-    """A backend and the reason for it."""
-
-    backend: AttentionBackend
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
 
 
 def choose_backend(

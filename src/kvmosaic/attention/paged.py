@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvmosaic.attention.backend_choice import choose_backend
-from kvmosaic.attention.reads import Piece, RowGroup, plan_reads
+from kvmosaic.attention.interface import Piece, RowGroup
+from kvmosaic.attention.reads import plan_reads
 from kvmosaic.attention.step import PreparedReads, StepAttention
 from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend
 from kvmosaic.errors import InvalidConfig
@@ -326,4 +327,4 @@ def _check_heads(query: Tensor, slots: _Slots, sinks: Tensor | None) -> None:
 
 @cache
 def _backend(dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    return choose_backend(None, dtype, device).backend
+    return cast(AttentionBackend, choose_backend(None, dtype, device).backend)

@@ -9,95 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvmosaic.attention.interface import Piece, PoolName, RowGroup
 from kvmosaic.layers.geometry import MaskSpec
-from kvmosaic.layout import UNWEIGHTED, Visibility
+from kvmosaic.layout import UNWEIGHTED
 
-PoolName = Literal["request", "chunk_cache"]
 _NOWHERE = -(1 << 62)
 """Before every position."""
 POOLS: tuple[PoolName | None, ...] = (None, "request", "chunk_cache")
 """All pools that calls may read, in the numbering of the kernels; None: the step's own rows."""
-
-
-@runtime_checkable
-class AttentionObserver(Protocol):
-    """Observer of the attention that rows give to the keys they read."""
-
-    def wants_layer(self, layer_index: int) -> bool:
-        """Whether to observe this layer."""
-
-    def observe(self, layer_index: int, read_index: int, shares: Float[Tensor, " S"]) -> None:
-        """Receives the attention shares [S] of the keys of one read in one layer.
-
-        Summed over rows, averaged over heads.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of stored keys that a group of rows sees."""
-
-    pool: PoolName
-    first_slot: int
-    num_tokens: int
-    position: int
-    """Position of the first key for the reader: the position it was computed at, plus `distance`."""
-    distance: int = 0
-    follows: bool = False
-    """For row i of a group, position and distance are i larger: the run stays equally far from every row."""
-    positions: tuple[int, ...] = ()
-    """Position of each key for the reader, if they are not consecutive."""
-    visibility: Visibility | None = None
-    """What a repair hides or weighs of it; None: all rows see all of it, as it is. The bias of its weight is added
-    after the soft cap."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether some rows do not see some of the keys."""
-        return self.visibility is not None and bool(self.visibility.hidden or self.visibility.ends)
-
-
-@dataclass(frozen=True, slots=True)
-class RowRules:
-    """What is special about rows of a repair, or of a text with a rolling window."""
-
-    window: int = 0
-    """If not 0: in all layers, a row sees only so many positions of reads that do not follow it, its own included."""
-    positions: tuple[int, ...] = ()
-    """Position of each row, if they are not consecutive."""
-    watch: AttentionObserver | None = None
-    """Observer of the attention of these rows."""
-
-
-ORDINARY_ROWS = RowRules()
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Consecutive rows of one span that a step computes.
-
-    A single row may list its own slot among its reads (`reads_itself`); several rows read each other causally.
-    """
-
-    first_row: int
-    num_rows: int
-    position: int
-    reads: tuple[Piece, ...]
-    reads_itself: bool = False
-    rules: RowRules = ORDINARY_ROWS
-
-    def lowest_seen(self, mask: MaskSpec, row: int) -> int:
-        """Position of the earliest key that row number `row` of the group sees in reads that do not follow it."""
-        rules = self.rules
-        position = rules.positions[row] if rules.positions else self.position + row
-        lowest = mask.lowest_seen(position)
-        return max(lowest, position - rules.window + 1) if rules.window else lowest
 
 
 @dataclass(frozen=True, slots=True)

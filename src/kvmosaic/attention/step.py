@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvmosaic.attention.merge import apply_sinks, merge_partials
-from kvmosaic.attention.reads import Call, Piece, PoolName, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.composed import apply_sinks, merge_partials
+from kvmosaic.attention.interface import Piece, PoolName, RowGroup
+from kvmosaic.attention.reads import Call, ReadPlan, plan_reads
 from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, Pools
 from kvmosaic.layers import AttentionCall, DistanceBias, LayerSpec, MaskSpec
 from kvmosaic.memory import BlockStorage

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvmosaic.attention.reads import PoolName, ReadPlan
+from kvmosaic.attention.interface import PoolName
+from kvmosaic.attention.reads import ReadPlan
 from kvmosaic.rope import RotationTables
 
 _MAX_SCORES = 1 << 25

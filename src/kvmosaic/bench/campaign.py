@@ -16,7 +16,6 @@ from types import TracebackType
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmosaic.bench.measurement import BenchRow, measure, num_answers
 from kvmosaic.bench.models import Limits, TokenCost, measure_limits, open_subject
@@ -25,9 +24,9 @@ from kvmosaic.bench.report import BenchReport, save_plots
 from kvmosaic.bench.results import facts, save_report
 from kvmosaic.bench.sizes import FULL, Sizes
 from kvmosaic.bench.workloads import Workload, build_workloads
-from kvmosaic.model import LoadedModel
-from kvmosaic.model.quiet import quiet_libraries
+from kvmosaic.model import LoadedModel, quiet_libraries
 from kvmosaic.prompt import Prompt
+from kvmosaic.server.process.logs import progress_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +171,8 @@ class ProgressBar(Watcher):
     """Progress line with the current stage and the remaining answers."""
 
     def __init__(self, notices: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._notices = notices
-        self._progress = Progress(*columns, console=notices, transient=True)
+        self._progress = progress_bar(notices)
         self._task = self._progress.add_task("beginning", total=None)
         self._said = ""
 

@@ -11,27 +11,3 @@ from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.statistics import BlockMap, BlockState, ChunkCacheStats
 from kvmosaic.cache.tenants import TenantUsage
-
-__all__ = [
-    "DEFAULT_TENANT",
-    "Allocation",
-    "BlockCopy",
-    "BlockId",
-    "BlockMap",
-    "BlockPool",
-    "BlockRun",
-    "BlockState",
-    "BlockTable",
-    "Chunk",
-    "ChunkCacheStats",
-    "ChunkIndex",
-    "ChunkState",
-    "KVCache",
-    "Key",
-    "KeyChain",
-    "Plan",
-    "PrefixCache",
-    "SpanAllocation",
-    "SpanPlan",
-    "TenantUsage",
-]

@@ -204,10 +204,6 @@ class BlockPool:
         """Blocks that this many tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether `allocate(count)` would succeed."""
-        return count <= self._free.num_free
-
     def allocate(self, count: int, *, after: BlockId | None = None, grows: bool | None = None) -> list[BlockId]:
         """Allocates free blocks, each with ref count 1; all of them or none.
 

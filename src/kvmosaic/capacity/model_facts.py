@@ -138,7 +138,7 @@ def read_gguf_facts(path: Path, kv_cache_dtype: str = "auto") -> ModelFacts:
     Raises:
         ModelNotFound, UnsupportedModel, InvalidConfig: see `load_llama`.
     """
-    from kvmosaic.assembly import MAX_LLAMA_CELLS
+    from kvmosaic.llama.engine import max_cells
     from kvmosaic.llama.model import CACHE_BITS, cache_type_of, layers_of
     from kvmosaic.model.formats.gguf.file import read_gguf
     from kvmosaic.model.formats.gguf.weights import quantization_name
@@ -153,7 +153,7 @@ def read_gguf_facts(path: Path, kv_cache_dtype: str = "auto") -> ModelFacts:
         max_positions=header.stated("context_length"),
         layers=layers_of(header),
         note="weights are counted as the file has them; on top come cells of llama.cpp for up to "
-        f"{MAX_LLAMA_CELLS:,} tokens of documents, and its masks; keys and values in {cache_type}",
+        f"{max_cells:,} tokens of documents, and its masks; keys and values in {cache_type}",
     )
 
 
@@ -168,7 +168,7 @@ def dtype_here(stored: str) -> str:
 
 def memory_here() -> int:
     """Bytes of memory of this machine's device, as the engine counts it."""
-    from kvmosaic.memory import device_memory_bytes
+    from kvmosaic.container import device_memory_bytes
 
     return device_memory_bytes(_device())
 

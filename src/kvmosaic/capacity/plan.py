@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvmosaic.capacity.demand import Demand, Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
 from kvmosaic.capacity.model_facts import ModelFacts
 from kvmosaic.config import ChunkCacheConfig, parse_bytes
+from kvmosaic.container import MAX_BLOCKS
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tiers import parse_tier_url
 
@@ -16,8 +17,6 @@ Codec = Literal["none", "int8"]
 
 _GROUP = 64
 """Numbers that share a scale of 2 bytes."""
-MAX_BLOCKS = 2**24
-"""Maximum number of blocks of a pool, whatever the memory (`memory.budget`)."""
 DEFAULT_HEADROOM = "10%"
 
 

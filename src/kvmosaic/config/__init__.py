@@ -12,20 +12,3 @@ from kvmosaic.config.llm import (
     setting_named,
 )
 from kvmosaic.config.setting import Setting, Unset, flag_of, parse_bytes, settings_of
-
-__all__ = [
-    "CONFIGS",
-    "MAX_TIERS",
-    "ChunkCacheConfig",
-    "EngineConfig",
-    "LLMConfig",
-    "ModelConfig",
-    "Setting",
-    "TierConfig",
-    "Unset",
-    "flag_of",
-    "is_secret_text",
-    "parse_bytes",
-    "setting_named",
-    "settings_of",
-]

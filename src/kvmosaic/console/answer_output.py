@@ -9,12 +9,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import reuse_strip, reuse_table
 from kvmosaic.console.text import duration_text, printable
+from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
     from kvmosaic.llm import LLM
@@ -44,8 +44,7 @@ def run_prompts(opening: ModelOptions, asking: PromptSource, params: SamplingPar
 def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices: Console) -> None:
     """Computes the documents, with a progress bar."""
     began = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal) as bar:
+    with progress_bar(notices) as bar:
         task = bar.add_task("reading documents", total=len(documents))
         llm.warm(documents, system=system, progress=lambda done, total: bar.update(task, completed=done, total=total))
     seconds = duration_text(time.perf_counter() - began)

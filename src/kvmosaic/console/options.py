@@ -99,7 +99,7 @@ def open_llm(opening: ModelOptions, notices: Console) -> LLM:
     """
     with notices.status(loading_text(opening.model)), warnings.catch_warnings():
         from kvmosaic.llm import LLM
-        from kvmosaic.model.quiet import quiet_libraries
+        from kvmosaic.model import quiet_libraries
 
         quiet_libraries()
         warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below, in one line

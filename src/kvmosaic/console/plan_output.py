@@ -53,7 +53,7 @@ def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand,
 def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> CapacityPlan:
     """Reads the configuration of the model, and plans."""
     from kvmosaic.assembly import runs_in_llama
-    from kvmosaic.model.quiet import quiet_libraries
+    from kvmosaic.model import quiet_libraries
 
     quiet_libraries()
     name, given = options.config or opening.model, opening.values

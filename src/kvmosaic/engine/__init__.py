@@ -1,8 +1,6 @@
 """The engine loop: requests, sequences, scheduling, steps, and the asynchronous interface."""
 
 from kvmosaic.engine.async_engine import AsyncEngine
-from kvmosaic.engine.chunk_entries import ChunkEntries
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.placement import not_movable

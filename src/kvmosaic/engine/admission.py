@@ -6,14 +6,17 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
+from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, StepBudget
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.errors import ChunkCacheFull, KVMosaicError, OutOfBlocks, QuotaInUse, RequestTooLarge
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
 
 _SLACK = 64
 

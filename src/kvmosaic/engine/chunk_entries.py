@@ -18,12 +18,13 @@ from kvmosaic.entries import (
     decode_entry,
     encode_entry,
 )
+from kvmosaic.entries.entry import DTYPES
 from kvmosaic.layers import geometry_of
-from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers import Entry
 
 if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import SlotStorage
+    from kvmosaic.memory import ChunkTensors
 
 
 class ChunkSource:
@@ -66,10 +67,10 @@ class ChunkEntries:
         Raises:
             InvalidConfig: the codec does not allow the model's dtype.
         """
-        choose_codec(config.chunk_codec, storage.dtype)
         self._fingerprint = fingerprint
         self._layers = geometry_of(storage.layers)
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
+        choose_codec(config.chunk_codec, DTYPES[self._dtype])
         self._bound = EntryBound(self._layers, self._dtype)
         self._config = config
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvmosaic.attention import SpanRows
 from kvmosaic.engine.row_builder import run_reads
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.layout import Layout, repair_positions
-from kvmosaic.model.runner import Runner, SpanRows
+from kvmosaic.model.runner import Runner
 from kvmosaic.rope import rotate
 
 if TYPE_CHECKING:

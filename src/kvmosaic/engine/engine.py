@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import OversizedPrompts, PlacedPrompt, Placer
@@ -30,6 +29,7 @@ from kvmosaic.repair import RepairPolicy
 from kvmosaic.sampling import GrammarCompiler, SamplingParams
 
 if TYPE_CHECKING:
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import EngineModel, StepRunner
 
 

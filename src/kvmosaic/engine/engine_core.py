@@ -8,12 +8,8 @@ from collections.abc import Sequence as List
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import Chunk, KVCache
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.engine.deviations import choose_repair
 from kvmosaic.engine.placement import OversizedPrompts
 from kvmosaic.engine.report import reuse_report
 from kvmosaic.engine.request import Request
@@ -23,9 +19,10 @@ from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sequence import Sequence, SequenceState
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.errors import ChunkCacheFull, EngineError, InvalidSampling, KVMosaicError
-from kvmosaic.sampling import sample
+from kvmosaic.sampling import Array, namespace, sample
 
 if TYPE_CHECKING:
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import StepRunner
 
 logger = logging.getLogger("kvmosaic.engine")
@@ -143,6 +140,8 @@ class EngineCore:
 
     def _repair(self, sequence: Sequence, news: dict[str, Request]) -> None:
         """Chooses what to repair, once everything is measured, and plans the request again."""
+        from kvmosaic.engine.deviations import choose_repair  # with torch; only models of transformers repair
+
         begin = self._clock()
         try:
             choose_repair(sequence, self.runner, self._scheduler.config.max_num_batched_tokens)
@@ -152,7 +151,7 @@ class EngineCore:
         sequence.note_repair(self._clock() - begin)
         self._scheduler.replan(sequence)
 
-    def _forward(self, step: Step, news: dict[str, Request]) -> torch.Tensor:
+    def _forward(self, step: Step, news: dict[str, Request]) -> Array:
         """Computes a step, and charges its time to the sequences, spans and tenants.
 
         If its forward fails, only the works that can be computed are left in the step.
@@ -174,10 +173,10 @@ class EngineCore:
             work.sequence.note_work(work.span, work.num_tokens * seconds / step.num_tokens, begin)
         return logits
 
-    def _run(self, works: List[ScheduledTokens]) -> torch.Tensor:
+    def _run(self, works: List[ScheduledTokens]) -> Array:
         return self.runner.run([rows for work in works for rows in rows_of(work)])
 
-    def _run_apart(self, step: Step, error: Exception, news: dict[str, Request]) -> torch.Tensor:
+    def _run_apart(self, step: Step, error: Exception, news: dict[str, Request]) -> Array:
         """Computes the works of a failed forward request by request, in order; a request that fails alone, too, ends.
 
         A request that reads what another one was to compute starts over, as does one whose attention is measured: the
@@ -190,20 +189,23 @@ class EngineCore:
         if len(self._blamed) == 1:
             raise error
         failed: dict[Request, Exception] = {}
-        logits: dict[int, torch.Tensor] = {}
+        logits: dict[int, Array] = {}
         for request, group in groupby(step.works, key=lambda work: work.sequence.request):
             works = list(group)
             if any(work.sequence.is_stale for work in works):
                 self._roll_back(work.sequence for work in works)
                 continue
             try:
-                rows = self._run(works).clone()  # the next forward may overwrite them
+                rows = self._run(works)
+                rows = namespace(rows).asarray(rows, copy=True)  # the next forward may overwrite them
             except Exception as alone:
                 failed[request] = alone
                 self._roll_back(self._requests.sequences_of(request))
             else:
-                parts = torch.split(rows, [work.num_logits for work in works])
-                logits.update(zip(map(id, works), parts, strict=True))
+                first = 0
+                for work in works:
+                    logits[id(work)] = rows[first : first + work.num_logits]
+                    first += work.num_logits
         if len(failed) == len(self._blamed):
             raise error
         self._blamed = set()
@@ -215,7 +217,8 @@ class EngineCore:
                 self._scheduler.preempt(sequence)
         self._restart_stale()
         step.works = [work for work in step.works if work.sequence.allocation is not None and id(work) in logits]
-        return torch.cat([logits[id(work)] for work in step.works]) if step.works else torch.empty(0)
+        parts = [logits[id(work)] for work in step.works]
+        return namespace(parts[0]).concat(parts) if parts else None
 
     def _roll_back(self, sequences: Iterable[Sequence]) -> None:
         """Drops what a failed step was to compute for some sequences; who reads it becomes stale."""
@@ -236,7 +239,7 @@ class EngineCore:
             for chunk, seconds in completed:
                 self._offloader.on_computed(chunk, seconds)
 
-    def _sample(self, step: Step, logits: torch.Tensor, news: dict[str, Request]) -> None:
+    def _sample(self, step: Step, logits: Array, news: dict[str, Request]) -> None:
         sequences: list[Sequence] = []
         rows: list[int] = []
         row = 0
@@ -251,7 +254,7 @@ class EngineCore:
         if not sequences:
             return
         if len(rows) != len(logits):
-            logits = logits[torch.tensor(rows, device=logits.device)]
+            logits = logits[rows]
         tokens = sample(logits, [sequence.sampling for sequence in sequences])
         now = self._clock()
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -267,7 +270,7 @@ class EngineCore:
             else:
                 self._finish(sequence, news)
 
-    def _score(self, work: ScheduledTokens, logits: torch.Tensor, news: dict[str, Request]) -> None:
+    def _score(self, work: ScheduledTokens, logits: Array, news: dict[str, Request]) -> None:
         """Records the scores of some tokens of a continuation; the last of them ends the request."""
         sequence, request = work.sequence, work.sequence.request
         scoring = request.scoring

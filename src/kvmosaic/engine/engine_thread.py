@@ -11,8 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
-
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.figures import EngineFigures, take_figures
 from kvmosaic.engine.request import Request
@@ -220,8 +218,10 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            device = self.engine.runner.model.device
-            if device.type == "cuda":  # the current device is per thread
+            device = str(self.engine.runner.model.device)
+            if device.startswith("cuda"):  # the current device is per thread
+                import torch
+
                 torch.cuda.set_device(device)
             while self._wait():
                 self._run_commands()

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
+from array_api_compat import device
 
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.layout import Layout
-from kvmosaic.sampling import SampledToken, ScoreOutput, with_likelihood
+from kvmosaic.sampling import Array, SampledToken, ScoreOutput, log_softmax, namespace, with_likelihood
 
 MAX_LOGIT_ROWS = 64
 """Max rows of continuations whose logits one step computes: a vocabulary of 262,144 tokens takes 1 MiB for each."""
@@ -38,7 +37,7 @@ class Scoring:
     """By token of the continuation; None until computed."""
     greedy_token_ids: list[int] = field(init=False)
     """The most likely token at each position."""
-    distributions: Tensor | None = field(default=None, init=False)
+    distributions: Array | None = field(default=None, init=False)
     """[C, V], log probabilities, if they are kept."""
 
     def __post_init__(self) -> None:
@@ -62,19 +61,19 @@ class Scoring:
         longer = replace(last, segment=replace(last.segment, token_ids=token_ids))
         return replace(layout, spans=(*layout.spans[:-1], longer), fresh_tokens=self.num_tokens)
 
-    def note(self, first: int, logits: Tensor) -> None:
+    def note(self, first: int, logits: Array) -> None:
         """Records logits [R, V], which predict the tokens from number `first` on."""
-        found = logits.log_softmax(-1)
+        found, xp = log_softmax(logits), namespace(logits)
         last = first + len(found)
-        tokens = torch.tensor(self.token_ids[first:last], device=found.device)
-        self.logprobs[first:last] = found.gather(1, tokens[:, None])[:, 0].tolist()
-        self.greedy_token_ids[first:last] = found.argmax(-1).tolist()
+        self.logprobs[first:last] = found[list(range(len(found))), list(self.token_ids[first:last])].tolist()
+        self.greedy_token_ids[first:last] = xp.argmax(found, axis=-1).tolist()
         if self.num_likely is not None:
             numbers = [self.num_likely] * len(found)
             self.tokens[first:last] = with_likelihood(logits, self.token_ids[first:last], numbers)
         if self.keeps_distributions:
             if self.distributions is None:
-                self.distributions = found.new_empty(self.num_tokens, found.shape[1])
+                shape = self.num_tokens, found.shape[1]
+                self.distributions = xp.empty(shape, dtype=found.dtype, device=device(found))
             self.distributions[first:last] = found
 
     def output(self) -> ScoreOutput:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
-    from kvmosaic.attention import PoolName
+    import torch
+    from torch import Tensor
+
+    from kvmosaic.attention import PoolName, SpanRows
     from kvmosaic.cache import BlockCopy
     from kvmosaic.layers import LayerGeometry, LayerShape
     from kvmosaic.layout import Layout, LayoutAdapter
     from kvmosaic.memory import ChunkTensors
-    from kvmosaic.model.runner import SpanRows
+    from kvmosaic.sampling import Array
 
 
 class EngineModel(Protocol):
@@ -52,7 +52,7 @@ class EngineModel(Protocol):
         """Tokens that end an answer."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | str:
         """Where logits are."""
 
     @property
@@ -99,7 +99,7 @@ class SlotStorage(Protocol):
         """What is stored of a token, layer by layer."""
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype | str:
         """Of what is stored."""
 
     @property
@@ -148,7 +148,7 @@ class StepRunner(Protocol):
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks of the request pool, in order."""
 
-    def run(self, spans: Sequence[SpanRows]) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Array:
         """Computes and stores the keys and values of rows; returns [R, V] logits, in order, until the next run."""
 
     def close(self) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
 from kvmosaic.repair import (
@@ -32,6 +30,8 @@ from kvmosaic.repair import (
 from kvmosaic.sampling import RepairUse
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvmosaic.engine.model_runner import EngineModel
 
 MAX_REPAIRED_DOCUMENTS = 256

@@ -101,7 +101,6 @@ class RequestTable:
             vocab_size=model.vocab_size,
             index=index,
             ending_ids=answer.rules.ending_ids,
-            device=model.device,
             matcher=request.grammar.start() if request.grammar else None,
         )
         if not request.is_warm_up:

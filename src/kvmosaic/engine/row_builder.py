@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules
+from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules, SpanRows
 from kvmosaic.cache import BlockTable
 from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
 from kvmosaic.engine.step import ScheduledTokens
 from kvmosaic.layout import UNWEIGHTED, Span, View, Visibility
-from kvmosaic.model.runner import SpanRows
 from kvmosaic.prompt import SegmentKind
 
 _MAX_STRETCHES = 8

@@ -14,11 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache, SpanAllocation
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.admission import Admission, WaitingQueue
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption
 from kvmosaic.engine.rolling_window import max_at_once
@@ -28,6 +28,9 @@ from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import OutOfBlocks
+
+if TYPE_CHECKING:
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
 
 SEEN_SECONDS = 60.0
 """A tenant counts as present if it had unfinished requests within this time."""

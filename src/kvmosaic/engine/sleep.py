@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import EngineAsleep, InvalidConfig
 
 if TYPE_CHECKING:
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import StepRunner
 
 

@@ -13,11 +13,11 @@ from kvmosaic.cache import BlockId, KVCache
 from kvmosaic.cache.allocation import own_blocks
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.sequence import Sequence
-from kvmosaic.memory import ChunkTensors
 from kvmosaic.tiers.fetch_policy import EMA, ComputeCost
 
 if TYPE_CHECKING:
     from kvmosaic.engine.model_runner import SlotStorage
+    from kvmosaic.memory import ChunkTensors
 
 logger = logging.getLogger("kvmosaic")
 

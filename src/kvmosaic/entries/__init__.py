@@ -22,21 +22,6 @@ if TYPE_CHECKING:
         check_entry,
     )
 
-__all__ = [
-    "Checksum",
-    "CodecName",
-    "DecodedEntry",
-    "DtypeName",
-    "EntryBound",
-    "EntryExpectation",
-    "EntryHeader",
-    "check_entry",
-    "choose_codec",
-    "decode_entry",
-    "encode_entry",
-    "read_header",
-]
-
 # Names are imported on first use: headers are read without torch.
 _HOMES = {
     "codec": ("choose_codec",),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvmosaic.engine import Request
@@ -258,7 +259,7 @@ def _ask_full(llm: LLM, case: Case, prompt: Prompt) -> tuple[_Reference, CaseRes
     assert own.scoring is not None and own.scoring.distributions is not None
     text = said.text.strip()
     reference = _Reference(
-        text, said.token_ids, own.scoring.distributions, tuple(own.scoring.greedy_token_ids), accepted
+        text, said.token_ids, torch.as_tensor(own.scoring.distributions), tuple(own.scoring.greedy_token_ids), accepted
     )
     right = score_case(case, text)
     reading = _reading(output, case, prompt, text, right)
@@ -285,7 +286,7 @@ def _ask_way(
     return replace(
         _reading(output, case, prompt, text, right),
         loss=None if gold is None else gold.score().loss,
-        divergence=divergence(reference.distributions, own.scoring.distributions),
+        divergence=divergence(reference.distributions, torch.as_tensor(own.scoring.distributions)),
         agreement=agreement,
     )
 

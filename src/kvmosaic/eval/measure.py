@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from kvmosaic.assembly import BUNDLED_READER, AnyModel, EngineName, adapter_folders, open_model
@@ -26,24 +25,12 @@ from kvmosaic.eval.report import NARROW_HEADINGS, EvalReport, narrow_cells, perc
 from kvmosaic.eval.rows import Summary, TaskRow, summarize
 from kvmosaic.eval.run import Evaluation, evaluate
 from kvmosaic.eval.variants import Variant
-from kvmosaic.model import LoadedModel
-from kvmosaic.model.quiet import quiet_libraries
+from kvmosaic.model import LoadedModel, quiet_libraries
+from kvmosaic.server.process.logs import progress_bar
 
 _TABLE_SECONDS, _LINE_SECONDS = 1.0, 30.0
 """Minimum seconds between updates of the table, and between lines: with many short questions, counting costs more than
 generating."""
-
-
-def progress_bar(console: Console, *, is_transient: bool = False) -> Progress:
-    """A bar with counts, the time that passed and what is left."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=is_transient)
 
 
 class Display:

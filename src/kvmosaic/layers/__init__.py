@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from kvmosaic.layers.geometry import LayerGeometry, LayerShape, MaskKind, MaskSpec, geometry_of, stored_layers
     from kvmosaic.layers.spec import AttentionCall, DistanceBias, LayerSpec
 
-__all__ = [
-    "AttentionCall",
-    "DistanceBias",
-    "LayerGeometry",
-    "LayerShape",
-    "LayerSpec",
-    "MaskKind",
-    "MaskSpec",
-    "geometry_of",
-    "stored_layers",
-]
-
 # Names are imported on first use: geometry and masks are read without torch, by `kvmosaic cache` for instance.
 _HOMES = {
     "geometry": ("LayerGeometry", "LayerShape", "MaskKind", "MaskSpec", "geometry_of", "stored_layers"),

@@ -26,37 +26,6 @@ if TYPE_CHECKING:
     )
     from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy, RollingWindow, choose_strategy
 
-__all__ = [
-    "BASE_MODEL",
-    "IN_FULL",
-    "MIXED_UP",
-    "STRATEGIES",
-    "UNWEIGHTED",
-    "ChunkContext",
-    "DenseLayout",
-    "Layout",
-    "LayoutAdapter",
-    "Likeness",
-    "PositionStrategy",
-    "RollingWindow",
-    "SoftmaxWeight",
-    "Span",
-    "View",
-    "Visibility",
-    "arrange",
-    "choose_strategy",
-    "chunk_mask",
-    "composition_of",
-    "context_with",
-    "dense",
-    "exact_spans",
-    "later_tokens_seen",
-    "likeness_of",
-    "repair_positions",
-    "repaired",
-    "with_kin",
-]
-
 # Names are imported on first use: the command line reads the names of strategies, and needs no numpy for its help.
 _HOMES = {
     "arrangement": ("IN_FULL", "MIXED_UP", "Likeness", "arrange", "composition_of", "likeness_of", "with_kin"),

@@ -253,6 +253,21 @@ class Cells:
         while self._views:
             self._make_room()
 
+    def num_needed(self, runs: Iterable[SlotRun], num_rows: int) -> int:
+        """About how many cells are in use once these runs can be read and so many rows are written; rather too many."""
+        missing = self._num_cells + num_rows
+        saved: set[Home | None] = set()
+        for run in set(runs):
+            if not run.is_copied:
+                saved.update(self._homes[run.first : run.first + run.num_tokens])
+            elif (copy := self._moved.get(run)) is None or copy.sequence is None:
+                missing += run.num_tokens
+        return missing + sum(home.num_cells for home in saved if home is not None and home.sequence is None)
+
+    def replace_memory(self, memory: SequenceMemory, max_cells: int) -> None:
+        """Goes on with an empty memory of so many cells, after `save_all`."""
+        self.memory, self._max_cells = memory, max_cells
+
     def check_invariants(self) -> None:
         """Asserts that slots, homes and sequences agree; for tests."""
         uses: dict[Home, dict[int, int]] = {}

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvmosaic.errors import EngineStopped, ModelError, UnsupportedModel
 from kvmosaic.llama.interface import Batch, MetadataOverride, bindings, messages_of_llama
 from kvmosaic.llama.state import LayerRows, SavedState, SequenceState, joined, narrowed, pack, parse, split, widened
 
+Logits: TypeAlias = NDArray[np.float32]
+"""[R, V]."""
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Types of cached keys and values, and their numbers in ggml."""
 _LAYER_NOTE = re.compile(r"layer\s+\d+ assigned to device .*is_swa = ([01])")
@@ -238,7 +238,7 @@ class LlamaContext:
             self._library.llama_free(self._context)
             self._context = None
 
-    def forward(self, groups: Sequence[Rows], padding: int = 0) -> Tensor:
+    def forward(self, groups: Sequence[Rows], padding: int = 0) -> Logits:
         """Computes the keys and values of some rows, all of which see what their sequence has at earlier positions.
 
         Args:
@@ -262,10 +262,10 @@ class LlamaContext:
             raise ModelError(f"llama.cpp failed with code {code} in a forward of {batch.n_tokens} tokens")
         num_logits = sum(rows.num_logits for rows in groups)
         if not num_logits:
-            return torch.empty(0, self._vocab_size)
+            return np.empty((0, self._vocab_size), np.float32)
         numbers = ctypes.c_float * (num_logits * self._vocab_size)
         found = numbers.from_address(self._library.llama_get_logits(self._context))
-        return torch.frombuffer(found, dtype=torch.float32).view(num_logits, self._vocab_size)
+        return np.ctypeslib.as_array(found).reshape(num_logits, self._vocab_size)
 
     def tag(self, source: int, target: int, first: int, last: int) -> None:
         """See `SequenceMemory`."""

@@ -7,9 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
@@ -24,9 +22,11 @@ from kvmosaic.model.formats.gguf.tokenizer import read_file_tokenizer
 from kvmosaic.model.formats.gguf.weights import alone, identity, sampling_of
 from kvmosaic.model.quantized import bytes_text
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger("kvmosaic.llama")
 
-_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 CACHE_BITS = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5}
 """Of one number, by the type of the cache."""
 _QUANTIZED_WIDTH = 32
@@ -73,7 +73,7 @@ class LlamaModel:
     frequency_note = ""
     no_repair_reason = ""
     has_bias = False
-    device = torch.device("cpu")
+    device = "cpu"
     """Where logits are; the weights may be elsewhere."""
     no_window_reason = "llama.cpp keeps one position per token, and a rolling window moves them"
     no_scores_reason = "llama.cpp does not give its attention"
@@ -91,11 +91,6 @@ class LlamaModel:
     def why_unreadable(self, layout: Layout) -> str:
         """Why a prompt so arranged cannot be read, and the way out; empty when it can."""
         return why_unreadable(layout, self.window)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the keys; float16 if they are quantized."""
-        return _DTYPES.get(self.cache_type, torch.float16)
 
     @property
     def adapters(self) -> Mapping[str, LayoutAdapter]:

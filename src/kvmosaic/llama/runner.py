@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from kvmosaic.attention import Piece, PoolName
+from kvmosaic.attention import Piece, PoolName, SpanRows
 from kvmosaic.cache import BlockCopy
 from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoRoom
-from kvmosaic.llama.library import LlamaContext, Rows
+from kvmosaic.llama.library import LlamaContext, Logits, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.state import SequenceState, parse
 from kvmosaic.llama.storage import LlamaStorage
@@ -34,10 +33,11 @@ from kvmosaic.llama.views import (
     row_cost,
     spans_of,
 )
-from kvmosaic.model.runner import SpanRows
 
 _SPARE_CELLS = 1
 """Cells for the copy of a last token whose position would leave a gap."""
+_FIRST_CELLS = 4096
+"""Allocated at the start: llama.cpp touches all of their memory, which takes seconds for as many as may be needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class LlamaRunner:
             block_size: tokens of a block.
             max_moved: cells for documents that are read elsewhere than they were computed.
             num_threads: compute threads of llama.cpp.
-            max_cells: cells that are allocated; slots beyond them are in host memory. None: one for every slot.
+            max_cells: the most cells that are allocated; slots beyond them are in host memory. None: one for every
+                slot.
             num_sequences: sequences of the context, at most 255.
             max_rows: maximum rows of one forward.
 
@@ -101,10 +102,11 @@ class LlamaRunner:
         self._offsets: dict[PoolName, int] = {"request": 0, "chunk_cache": num_blocks["request"] * block_size}
         num_slots = sum(num_blocks.values()) * block_size
         max_moved += _SPARE_CELLS
-        self._num_cells = min(num_slots + max_moved, (max_cells or num_slots + max_moved) + _SPARE_CELLS)
-        self._make_context: Callable[[], LlamaContext] = partial(
+        self._max_cells = min(num_slots + max_moved, (max_cells or num_slots + max_moved) + _SPARE_CELLS)
+        self.num_cells = min(self._max_cells, max(_FIRST_CELLS, num_sequences))
+        """Cells that are allocated."""
+        self._context_of: Callable[..., LlamaContext] = partial(
             model.file.context,
-            num_cells=self._num_cells + TILE,
             num_sequences=num_sequences,
             num_threads=num_threads,
             max_rows=max_rows,
@@ -113,12 +115,12 @@ class LlamaRunner:
         self._context = self._make_context()
         self._window = model.window
         span = self._window - 1 if self._window else UNLIMITED
-        self._cells = Cells(self._context, num_slots, max_moved, self._num_cells, span)
+        self.cells = Cells(self._context, num_slots, max_moved, self.num_cells, span)
         self._lock = threading.RLock()
         template = _template(self._context)
         self.storages: dict[PoolName, LlamaStorage] = {
             pool: LlamaStorage(
-                self._cells,
+                self.cells,
                 self._lock,
                 model.layers,
                 self._offsets[pool],
@@ -134,15 +136,15 @@ class LlamaRunner:
         self._row_cost = row_cost(model.num_parameters, model.weight_type, per_token)
         self.is_asleep = False
         requests = num_blocks["request"] * block_size
-        self.max_chunk_tokens = self._num_cells - _SPARE_CELLS - requests
+        self.max_chunk_tokens = self._max_cells - _SPARE_CELLS - requests
 
     def sleep(self, request_blocks: Sequence[int], chunk_blocks: Sequence[int]) -> None:
         """Frees the context; the cells of these blocks move to host memory."""
         blocks: dict[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
-        kept = {slot for pool, ids in blocks.items() for block in ids for slot in self._slots_of(pool, block)}
+        kept = {slot for pool, ids in blocks.items() for block in ids for slot in self.slots_of(pool, block)}
         with self._lock:
-            self._cells.free(slot for slot in range(self._cells.num_slots) if slot not in kept)
-            self._cells.save_all()
+            self.cells.free(slot for slot in range(self.cells.num_slots) if slot not in kept)
+            self.cells.save_all()
             self._context.close()
             self.is_asleep = True
 
@@ -151,7 +153,7 @@ class LlamaRunner:
         with self._lock:
             if self.is_asleep:
                 self._context = self._make_context()
-                self._cells.memory = self._context
+                self.cells.replace_memory(self._context, self.num_cells)
                 self.is_asleep = False
 
     def close(self) -> None:
@@ -163,10 +165,10 @@ class LlamaRunner:
         """Copies blocks of the request pool, in order; they share their cells."""
         with self._lock:
             for copy in copies:
-                source, target = (self._slots_of("request", block)[0] for block in (copy.source, copy.target))
-                self._cells.copy(source, target, self._block_size)
+                source, target = (self.slots_of("request", block)[0] for block in (copy.source, copy.target))
+                self.cells.copy(source, target, self._block_size)
 
-    def run(self, spans: Sequence[SpanRows]) -> Tensor:
+    def run(self, spans: Sequence[SpanRows]) -> Logits:
         """Computes the keys and values of all given rows and stores them; see `kvmosaic.model.runner.Runner.run`.
 
         The logits may be llama.cpp's own, which the next forward overwrites.
@@ -174,32 +176,51 @@ class LlamaRunner:
         with self._lock:
             groups = [group for span in spans for group in self._groups(span)]
             groups = [replace(group, number=number) for number, group in enumerate(groups)]
-            self._cells.free(slot for group in groups for slot in group.slots)
+            self.cells.free(slot for group in groups for slot in group.slots)
+            self._grow_for(groups)
             forwards = [forward for forward in self._run_groups(groups) if forward[0]]
             numbers = [number for found, _ in forwards for number in found]
             if not numbers:
-                return torch.empty(0, self.model.vocab_size)
-            logits = forwards[0][1] if len(forwards) == 1 else torch.cat([part for _, part in forwards])
+                return np.empty((0, self.model.vocab_size), np.float32)
+            logits = forwards[0][1] if len(forwards) == 1 else np.concatenate([part for _, part in forwards])
             order = sorted(range(len(numbers)), key=numbers.__getitem__)
             return logits if order == list(range(len(order))) else logits[order]
 
     def check_invariants(self) -> None:
         """Asserts that the cells are consistent; for tests."""
         with self._lock:  # a tier's thread may be about to read a chunk
-            self._cells.check_invariants()
+            self.cells.check_invariants()
 
-    def _slots_of(self, pool: PoolName, block: int) -> range:
+    def slots_of(self, pool: PoolName, block: int) -> range:
+        """The slots of a block, numbered through both pools."""
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Tensor]]:
+    def _make_context(self) -> LlamaContext:
+        return self._context_of(num_cells=self.num_cells + TILE)
+
+    def _grow_for(self, groups: Sequence[_Group]) -> None:
+        """Allocates more cells, if there may be more, before any make room for those of these rows."""
+        if self.num_cells == self._max_cells:
+            return
+        num_rows = sum(len(group.token_ids) for group in groups) + _SPARE_CELLS
+        needed = self.cells.num_needed((run for group in groups for run in group.runs), num_rows)
+        if needed <= self.num_cells:
+            return
+        self.cells.save_all()
+        self._context.close()
+        self.num_cells = min(self._max_cells, max(2 * self.num_cells, needed))
+        self._context = self._make_context()
+        self.cells.replace_memory(self._context, self.num_cells)
+
+    def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Logits]]:
         """Runs groups; returns the number of each row's group, and the logits, of each forward."""
-        found: list[tuple[list[int], Tensor]] = []
+        found: list[tuple[list[int], Logits]] = []
         for part in (part for level in _levels(groups) for part in self._parts(level)):
             waiting = list(reversed(part))
             while waiting:
                 if found:  # the next forward overwrites them
-                    found[-1] = (found[-1][0], found[-1][1].clone())
+                    found[-1] = (found[-1][0], found[-1][1].copy())
                 found.append(self._forward(self._fill(waiting)))
         return found
 
@@ -225,11 +246,11 @@ class LlamaRunner:
         room = self._context.max_rows
         while waiting and room:
             group, rest = waiting[-1], None
-            limit = min(room, self._cells.max_span, self._max_rows(group))
+            limit = min(room, self.cells.max_span, self._max_rows(group))
             if len(group.token_ids) > limit:
                 group, rest = _cut(group, limit)
             try:
-                view = self._cells.take(self._continuous(group), group.target, may_copy=not taken)
+                view = self.cells.take(self._continuous(group), group.target, may_copy=not taken)
             except NoRoom:
                 assert taken, "the tokens of a prompt fit: more than `max_chunk_tokens` are refused when it arrives"
                 break
@@ -241,19 +262,19 @@ class LlamaRunner:
                 break
         return taken
 
-    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> tuple[list[int], Tensor]:
+    def _forward(self, taken: Sequence[tuple[_Group, SequenceView]]) -> tuple[list[int], Logits]:
         rows = [Rows(group.token_ids, group.position, view.sequence, group.num_logits) for group, view in taken]
-        self._cells.rest(sum(len(group.token_ids) for group, _ in taken))
+        self.cells.rest(sum(len(group.token_ids) for group, _ in taken))
         padding = self._num_padding([group for group, _ in taken])
         try:
             logits = self._context.forward(rows, padding)
         except BaseException:
             for _, view in taken:
-                self._cells.drop(view)
+                self.cells.drop(view)
             raise
         for group, view in taken:
-            self._cells.write(view, group.slots, group.position)
-            self._cells.put_back(view)
+            self.cells.write(view, group.slots, group.position)
+            self.cells.put_back(view)
         return [group.number for group, _ in taken for _ in range(group.num_logits)], logits
 
     def _num_padding(self, groups: Sequence[_Group]) -> int:
@@ -329,7 +350,7 @@ class LlamaRunner:
             return runs
         index = ends.index(last)
         run = runs[index]
-        number = self._cells.positions_of(run.first, run.num_tokens).index(last - run.distance - run.label)
+        number = self.cells.positions_of(run.first, run.num_tokens).index(last - run.distance - run.label)
         token = SlotRun(run.first + number, 1, run.distance, group.position - 1 - last)
         head = run._replace(num_tokens=number)
         tail = run._replace(first=token.first + 1, num_tokens=run.num_tokens - number - 1)
@@ -341,7 +362,7 @@ class LlamaRunner:
             yield run
             return
         assert not self._window, "refused when the request was added"
-        positions = [number + run.distance for number in self._cells.positions_of(run.first, run.num_tokens)]
+        positions = [number + run.distance for number in self.cells.positions_of(run.first, run.num_tokens)]
         for part in spans_of(positions, position):
             last = max(positions[part.start : part.stop])
             yield SlotRun(run.first + part.start, len(part), run.distance, min(0, position - 1 - last))
@@ -357,7 +378,7 @@ class LlamaRunner:
         return self._window - distance
 
     def _last_position(self, run: SlotRun) -> int:
-        return max(self._cells.positions_of(run.first, run.num_tokens)) + run.distance + run.label
+        return max(self.cells.positions_of(run.first, run.num_tokens)) + run.distance + run.label
 
 
 def _cut(group: _Group, count: int) -> tuple[_Group, _Group]:

@@ -17,18 +17,17 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from kvmosaic.attention import Piece
-from kvmosaic.engine.self_check.comparison import Comparison, SelfCheck
+from kvmosaic.attention import Piece, SpanRows
+from kvmosaic.engine.self_check import Comparison, SelfCheck
 from kvmosaic.kept import keep, kept_folder
 from kvmosaic.llama.interface import cpu_flags
-from kvmosaic.llama.library import LlamaContext, Rows
+from kvmosaic.llama.library import LlamaContext, Logits, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.runner import LlamaRunner
+from kvmosaic.llama.state import pack
 from kvmosaic.model.ordinary_text import ordinary_tokens
-from kvmosaic.model.runner import SpanRows
 
 _SYSTEM, _DOCUMENT, _QUESTION = 7, 63, 14
 _NUM_TOKENS = _SYSTEM + _DOCUMENT + _QUESTION
@@ -92,18 +91,18 @@ def _checked(model: LlamaModel, num_threads: int) -> SelfCheck:
     return SelfCheck(tuple(findings), is_moved=True)
 
 
-def _ordinary(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tuple[Tensor, Tensor]:
+def _ordinary(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tuple[Logits, Logits]:
     """Logits of an ordinary prompt's question, computed in one forward, and in many."""
     context = _context(model, num_threads)
     try:
         last = len(tokens) - _QUESTION
-        whole = context.forward([Rows(tokens, 0, 0, _QUESTION)]).clone()
+        whole = context.forward([Rows(tokens, 0, 0, _QUESTION)]).copy()
         context.untag(0)
         parts = [
-            context.forward([Rows(tokens[first : first + _PART], first, 0, _PART if first >= last else 0)]).clone()
+            context.forward([Rows(tokens[first : first + _PART], first, 0, _PART if first >= last else 0)]).copy()
             for first in range(0, len(tokens), _PART)
         ]
-        return whole, torch.cat(parts)
+        return whole, np.concatenate(parts)
     finally:
         context.close()
 
@@ -114,7 +113,7 @@ def _context(model: LlamaModel, num_threads: int) -> LlamaContext:
     )
 
 
-def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tuple[Logits, Logits, Logits]:
     """Logits of the question: over a document after a system text, over a moved one, and over a restored one."""
     block_size = _NUM_TOKENS
     runner = LlamaRunner(
@@ -131,9 +130,9 @@ def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tup
     def slots(block: int, count: int) -> range:
         return range(block * block_size, block * block_size + count)
 
-    def ask(block: int, position: int, *reads: Piece) -> Tensor:
+    def ask(block: int, position: int, *reads: Piece) -> Logits:
         rows = SpanRows(question, position, "request", slots(block, _QUESTION), reads, num_logits=_QUESTION)
-        return runner.run([rows]).clone()
+        return runner.run([rows]).copy()
 
     try:
         shown = Piece("request", 0, _SYSTEM, 0)
@@ -146,8 +145,9 @@ def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tup
         )
         after_system = Piece("chunk_cache", 0, _DOCUMENT, _SYSTEM)
         moved = Piece("chunk_cache", block_size, _DOCUMENT, _DISTANCE, _DISTANCE)
-        storage = runner.storages["chunk_cache"]
-        storage.write_chunk([2], storage.read_chunk([0], _DOCUMENT))
+        computed, restored_slots = (runner.slots_of("chunk_cache", block)[:_DOCUMENT] for block in (0, 2))
+        state = runner.cells.read(computed)
+        runner.cells.load(restored_slots, state.positions, pack(state))
         restored = Piece("chunk_cache", 2 * block_size, _DOCUMENT, _SYSTEM)
         return (
             ask(1, _SYSTEM + _DOCUMENT, shown, after_system),
@@ -158,6 +158,6 @@ def _composed(model: LlamaModel, tokens: Sequence[int], num_threads: int) -> tup
         runner.close()
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(found: Logits, expected: Logits) -> float:
     """Root mean square difference of logits, as a share of their deviation."""
-    return float((found - expected).pow(2).mean().sqrt() / expected.std())
+    return float(np.sqrt(np.square(found - expected).mean()) / expected.std())

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import RLock
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
 from kvmosaic.llama.cells import Cells
 from kvmosaic.llama.state import LayerRows, MemoryState, SequenceState, pack
-from kvmosaic.memory import ChunkTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvmosaic.memory import ChunkTensors
 
 Rows: TypeAlias = NDArray[np.uint8]
 
-_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 """Types of ggml whose rows are plain numbers."""
-_OPAQUE = torch.float16
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""In bytes."""
+_OPAQUE = "float16"
 """Quantized rows are kept as they are, two bytes a number."""
 
 
@@ -60,14 +64,15 @@ class LlamaStorage:
         self.is_opaque = any(_DTYPES.get(rows.kind) != self.dtype for pair in saved for rows in pair)
         if self.is_opaque:
             self.dtype = _OPAQUE
-        widths = [tuple(rows.rows.shape[1] // self.dtype.itemsize for rows in pair) for pair in saved]
+        self._size = _SIZES[self.dtype]
+        widths = [tuple(rows.rows.shape[1] // self._size for rows in pair) for pair in saved]
         self._order = _saved_order([len(memory.keys) for memory in template.memories], window_layers)
         ordered = [layers[index] for index in self._order if index < len(layers)]
         shapes = [(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in ordered]
         if self.is_opaque or [(heads * key, heads * value) for heads, key, value in shapes] != widths:
             shapes = [(1, key, value) for key, value in widths]
         layers = [LayerGeometry(index, *shape) for index, shape in enumerate(shapes)]
-        per_position = torch.int32.itemsize // self.dtype.itemsize
+        per_position = 4 // self._size
         self.layers = (*layers, LayerGeometry(len(saved), 1, per_position, per_position, value_in_key=True))
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -79,7 +84,7 @@ class LlamaStorage:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers."""
-        return self.dtype.itemsize * sum(layer.numbers_per_token for layer in self.layers) * self.block_size
+        return self._size * sum(layer.numbers_per_token for layer in self.layers) * self.block_size
 
     def read_chunk(self, block_ids: Sequence[int], num_tokens: int) -> ChunkTensors:
         """Copies of the first `num_tokens` slots of these blocks; any thread may ask."""
@@ -87,8 +92,8 @@ class LlamaStorage:
 
     def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors, *, first_token: int = 0) -> None:
         """Writes a result of `read_chunk`, from some token on, into the first slots of these blocks."""
-        positions = chunk[-1][0][first_token:].contiguous().view(torch.int32).flatten().tolist()
-        places, layers = np.asarray(positions, np.int32), iter(chunk)
+        places, layers = _rows(chunk[-1][0][first_token:]).view(np.int32).reshape(-1), iter(chunk)
+        positions = places.tolist()
         memories: list[MemoryState] = []
         for memory in self._template.memories:
             keys, values = [], []
@@ -136,11 +141,13 @@ class LlamaStorage:
                 chunk.append(
                     (self._tensor(key.rows, layer, layer.key_dim), self._tensor(value.rows, layer, layer.value_dim))
                 )
-        numbers = torch.tensor(state.positions, dtype=torch.int32).view(self.dtype)
-        return [*chunk, (numbers.reshape(len(slots), 1, -1), None)]
+        places = np.asarray(state.positions, np.int32).view(np.uint8).reshape(len(slots), -1)
+        return [*chunk, (self._tensor(places, self.layers[-1], -1), None)]
 
     def _tensor(self, rows: Rows, layer: LayerGeometry, width: int) -> Tensor:
-        return torch.from_numpy(rows).view(self.dtype).view(len(rows), layer.num_kv_heads, width)
+        import torch
+
+        return torch.from_numpy(rows).view(getattr(torch, self.dtype)).view(len(rows), layer.num_kv_heads, width)
 
     def _slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         size = self.block_size
@@ -162,5 +169,7 @@ def _saved_order(counts: Sequence[int], window_layers: Sequence[bool]) -> list[i
 
 def _rows(tensor: Tensor) -> Rows:
     """The bytes of each token's row, [n, bytes]."""
+    import torch
+
     found: Rows = tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1).numpy()
     return found

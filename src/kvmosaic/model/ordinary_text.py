@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from importlib.resources import files
 from typing import Any
-
-import torch
 
 
 def ordinary_tokens(tokenizer: Any, vocab_size: int, count: int) -> list[int]:
@@ -14,6 +13,5 @@ def ordinary_tokens(tokenizer: Any, vocab_size: int, count: int) -> list[int]:
     token_ids: list[int] = [] if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False))
     token_ids = [token for token in token_ids if token < vocab_size]
     if len(set(token_ids)) < 20:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+        return random.Random(0).choices(range(vocab_size), k=count)  # noqa: S311 (no secret)
     return [token_ids[number % len(token_ids)] for number in range(count)]

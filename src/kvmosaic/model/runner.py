@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import (
-    ORDINARY_ROWS,
     AttentionBackend,
-    Piece,
     PoolName,
     RowGroup,
-    RowRules,
+    SpanRows,
     StepAttention,
     TorchBackend,
     Write,
@@ -32,31 +30,6 @@ from kvmosaic.rope import TableCache
 
 if TYPE_CHECKING:
     from kvmosaic.model.step_graphs import StepGraphs
-
-
-@dataclass(frozen=True, slots=True)
-class SpanRows:
-    """Consecutive tokens of one span, to be computed in a step.
-
-    token_ids: the tokens
-    position: position of the first one
-    pool, slots: where their keys and values are written, one slot per token
-    reads: the stored keys that all of them see: earlier spans, and earlier tokens of their own span
-    reads_itself: a single token whose own slot is already among the reads
-    num_logits: number of tokens at the end that need logits
-    rules: what is special about rows of a repair, or of a text with a rolling window
-    adapter: digest of the low-rank adapter that computes them; empty: none
-    """
-
-    token_ids: Sequence[int]
-    position: int
-    pool: PoolName
-    slots: Sequence[int]
-    reads: tuple[Piece, ...]
-    reads_itself: bool = False
-    num_logits: int = 0
-    rules: RowRules = ORDINARY_ROWS
-    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import ORDINARY_ROWS, Call, PoolName, ReadPlan, RowGroup, StepAttention, plan_reads
+from kvmosaic.attention import ORDINARY_ROWS, Call, PoolName, ReadPlan, RowGroup, SpanRows, StepAttention, plan_reads
 from kvmosaic.attention.reads import POOLS
 from kvmosaic.attention.step import PreparedReads
 from kvmosaic.attention.torch_backend import Pools
@@ -33,7 +33,6 @@ from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.layers.geometry import FULL
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.runner import SpanRows
 from kvmosaic.rope import Rotation, RotationTables
 
 logger = logging.getLogger("kvmosaic.engine")

@@ -15,24 +15,6 @@ if TYPE_CHECKING:
     from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
     from kvmosaic.prompt.tokenizer import Tokenizer
 
-__all__ = [
-    "Document",
-    "DocumentsOrder",
-    "Prompt",
-    "PromptEncoder",
-    "PromptOptions",
-    "PromptSettings",
-    "Segment",
-    "SegmentKind",
-    "Tokenizer",
-    "check_length",
-    "check_token_ids",
-    "escape_separator",
-    "read_documents",
-    "read_messages",
-    "seen_chunks",
-]
-
 # Names are imported on first use: settings read limits of prompts, and the help of the commands needs no more.
 _HOMES = {
     "document": ("Document", "read_documents"),

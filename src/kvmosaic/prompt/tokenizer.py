@@ -79,6 +79,8 @@ class PieceTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._control = control_tokens(tokenizer)
+        self.control_ids = frozenset(self._control)
+        """Ids that untrusted text never becomes."""
         self._unknown = getattr(tokenizer, "unk_token_id", None)
         if self._unknown in (getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "eos_token_id", None)):
             self._unknown = None
@@ -86,11 +88,6 @@ class PieceTokenizer:
         self._lock = Lock()
         # A fast tokenizer keeps settings of the last call; two threads must not change them at once.
         self.prefix, self.suffix = self._whole_prompt_tokens()
-
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """Ids that untrusted text never becomes."""
-        return frozenset(self._control)
 
     def encode(self, pieces: Sequence[TextPiece]) -> Encoded:
         """Tokenizes pieces, without BOS and EOS of a whole prompt."""

@@ -19,45 +19,15 @@ from kvmosaic.sampling.params import (
     default_sampling,
 )
 from kvmosaic.sampling.reuse import RepairUse, ReuseReport, SegmentAction, SegmentReuse
-from kvmosaic.sampling.sampler import SampledToken, SamplingState, sample, with_likelihood
+from kvmosaic.sampling.sampler import (
+    Array,
+    SampledToken,
+    SamplingState,
+    log_softmax,
+    namespace,
+    sample,
+    with_likelihood,
+)
 from kvmosaic.sampling.stop_conditions import Finish, StopRules, StopStrings
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 from kvmosaic.sampling.tool_calling import AnswerReader, ToolCalling
-
-__all__ = [
-    "DEFAULT_SINK_TOKENS",
-    "MAX_TOKENS",
-    "MAX_WINDOW_TOKENS",
-    "Answer",
-    "AnswerReader",
-    "CallGrammar",
-    "CompletionOutput",
-    "Decoder",
-    "Detokenizer",
-    "Finish",
-    "FinishReason",
-    "Grammar",
-    "GrammarCompiler",
-    "Logprob",
-    "Matcher",
-    "Period",
-    "RepairUse",
-    "RequestMetrics",
-    "RequestOutput",
-    "ReuseReport",
-    "SampledToken",
-    "SamplingParams",
-    "SamplingState",
-    "ScoreOutput",
-    "SegmentAction",
-    "SegmentReuse",
-    "StopRules",
-    "StopStrings",
-    "StructuredOutputs",
-    "ToolCalling",
-    "decode_all",
-    "decoded_logprobs",
-    "default_sampling",
-    "sample",
-    "with_likelihood",
-]

@@ -295,7 +295,7 @@ class RequestThreads:
         self.configure(tenants, cpu_seconds)
         self._work: set[Future[Any]] = set()
         """Queued or running work, including work whose caller was cancelled."""
-        self._awaited: dict[asyncio.Future[Any], str] = {}
+        self.awaited: dict[asyncio.Future[Any], str] = {}
         """Awaited work, with its tenant."""
         self._is_closed = False
 
@@ -303,11 +303,6 @@ class RequestThreads:
     def is_working(self) -> bool:
         """Whether a thread is busy; it cannot be stopped, and would keep the process from exiting."""
         return any(work.running() for work in list(self._work))
-
-    @property
-    def num_awaited(self) -> int:
-        """Pieces of work whose callers wait."""
-        return len(self._awaited)
 
     def submit(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queues work without limits on its number or CPU time."""
@@ -327,7 +322,7 @@ class RequestThreads:
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         awaited = asyncio.wrap_future(work)
-        self._awaited[awaited] = tenant
+        self.awaited[awaited] = tenant
         try:
             return await awaited
         except asyncio.CancelledError:
@@ -336,12 +331,12 @@ class RequestThreads:
                 raise self._closing() from None
             raise
         finally:
-            self._awaited.pop(awaited, None)
+            self.awaited.pop(awaited, None)
 
     def cancel_all(self) -> None:
         """Refuses further work; callers that await a thread get an error at once."""
         self._is_closed = True
-        for awaited in list(self._awaited):
+        for awaited in list(self.awaited):
             awaited.cancel()
 
     def shutdown(self) -> None:
@@ -350,9 +345,9 @@ class RequestThreads:
 
     def _check(self, tenant: str) -> None:
         admission = self._admission
-        if len(self._awaited) >= admission.max_queue + NUM_THREADS:
-            raise admission.full(f"{len(self._awaited)} requests wait to be read", "queue_full")
-        num_of_tenant = list(self._awaited.values()).count(tenant)
+        if len(self.awaited) >= admission.max_queue + NUM_THREADS:
+            raise admission.full(f"{len(self.awaited)} requests wait to be read", "queue_full")
+        num_of_tenant = list(self.awaited.values()).count(tenant)
         if num_of_tenant >= admission.max_queue_per_tenant + NUM_THREADS:
             raise admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
 

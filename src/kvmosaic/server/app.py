@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
+from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 from kvmosaic import __version__
@@ -54,8 +55,7 @@ def build_app(services: Services) -> FastAPI:
         title="kvmosaic",
         version=__version__,
         description=DESCRIPTION,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
         telemetry=NO_TELEMETRY,
@@ -66,6 +66,11 @@ def build_app(services: Services) -> FastAPI:
     for routes in _routers(services):
         app.include_router(routes)
     app.openapi = lambda: _document(app, services.tenants.needs_key)  # type: ignore[method-assign]
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def document() -> JSONResponse:  # in a thread: it takes a second the first time
+        return JSONResponse(app.openapi())
+
     app.add_middleware(  # the middleware that is added last runs first
         RequestBodyMiddleware, rules=_body_rules(services)
     )

@@ -16,13 +16,12 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for, trimmed_heap
-from kvmosaic.server.process.logs import set_up_logs
+from kvmosaic.server.process.logs import progress_bar, set_up_logs
 from kvmosaic.server.read import flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.keys import is_open_to_all
@@ -281,12 +280,9 @@ class _Launch:
             return
         from kvmosaic.server.documents.served import warm_stored  # imports torch
 
-        columns = TextColumn("computing documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         try:
-            with Progress(
-                *columns, console=self._notices, transient=True, disable=not self._notices.is_terminal
-            ) as bar:
-                task = bar.add_task("", total=None)
+            with progress_bar(self._notices) as bar:
+                task = bar.add_task("computing documents", total=None)
                 await warm_stored(services, lambda done, total: bar.update(task, completed=done, total=total))
         except Exception:  # the server goes on without them
             logger.exception("stored documents are not computed at the start")

@@ -53,7 +53,7 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
         KVMosaicError: it cannot be loaded, or a setting does not fit it.
     """
     from kvmosaic.llm import LLM
-    from kvmosaic.model.quiet import quiet_libraries
+    from kvmosaic.model import quiet_libraries
 
     quiet_libraries()
     with warnings.catch_warnings():
@@ -102,7 +102,6 @@ def _load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, Fa
 
     services = build_services(settings, load_llm(settings, tiers))
     app = build_app(services)
-    app.openapi()  # slow the first time, and would delay probes
     anyio.run(anyio.sleep, 0)  # imports its backend here; the first stream would do it on the event loop
     gc.collect()
     gc.freeze()  # permanent objects are not scanned by the garbage collector while requests wait

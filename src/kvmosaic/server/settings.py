@@ -22,7 +22,7 @@ from kvmosaic.config import MAX_TIERS, LLMConfig, is_secret_text
 from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.server.config_fields import VARIABLE_ONLY, Secrets, config_fields, read_config_file
-from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
+from kvmosaic.server.tenants import KEY_RULE, is_key_text
 from kvmosaic.tiers import Tier, parse_tier_url
 from kvmosaic.tuned_settings import profile_choice
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvmosaic.console.text import one_line, printable, shrinking, size_text
 from kvmosaic.errors import InvalidConfig, ServerError, UnknownDocument
-from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
+from kvmosaic.server.tenants import MAX_KEY_CHARACTERS
 
 KEY_VARIABLE = "KVMOSAIC_API_KEY"
 CONNECT_SECONDS = 10.0

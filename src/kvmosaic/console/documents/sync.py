@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
 from kvmosaic.console.folder import MAX_FILE_BYTES, find_documents, read_file
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError
 from kvmosaic.extraction import extract_text
+from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
     from kvmosaic.server.documents.served import ServerDocuments as ServedDocuments
@@ -217,7 +218,9 @@ def add_files(
             if line := _file_line(counts, path, path.name, {"id": document_id or path.name, **fields.values()}):
                 yield line
 
-    with _bar("uploading", None if any(path.suffix == ".jsonl" for path in given) else len(given)) as bar:
+    with progress_bar(Console(stderr=True)) as bar:
+        total = None if any(path.suffix == ".jsonl" for path in given) else len(given)
+        bar.add_task("uploading", total=total)
         _upload(server, lines(), counts, bar)
     return counts
 
@@ -240,7 +243,8 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
             if line := _file_line(counts, path, name, sync.fields.values(), known.get(name)):
                 yield line
 
-    with _bar("uploading", len(files)) as bar:
+    with progress_bar(Console(stderr=True)) as bar:
+        bar.add_task("uploading", total=len(files))
         _upload(server, lines(), counts, bar)
         for name in sync.gone(known.keys() - files.keys()) if sync.delete else ():
             if counts.is_interrupted:
@@ -329,15 +333,6 @@ def _upload(server: ServerDocuments, lines: Iterator[NamedLine], counts: UploadC
             bar.stop()
             counts.show(as_json=False)
         raise
-
-
-def _bar(description: str, total: int | None) -> Progress:
-    """A progress bar, drawn on terminals only."""
-    notices = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=notices, transient=True, disable=not notices.is_terminal)
-    bar.add_task(description, total=total)
-    return bar
 
 
 class LocalDocuments(ServerDocuments):

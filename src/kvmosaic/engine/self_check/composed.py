@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvmosaic.attention import AttentionBackend
+from kvmosaic.attention import AttentionBackend, SpanRows
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.request import Request
-from kvmosaic.engine.self_check.comparison import Comparison, worst_finding
+from kvmosaic.engine.self_check import Comparison, worst_finding
 from kvmosaic.engine.step import ScheduledTokens
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, DenseLayout, Layout, arrange, dense
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.runner import Batch, Runner, SpanRows
+from kvmosaic.model.runner import Batch, Runner
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.sampling import SamplingParams
+from kvmosaic.sampling import Array, SamplingParams
 
 _MAX_NOISE_RATIO = 8.0
 """Max difference, as a multiple of what one rounding of the queries (or of the outputs) makes."""
@@ -355,7 +355,7 @@ class RecordingCore(EngineCore):
 
     runner: RecordingRunner
 
-    def _run(self, works: Sequence[ScheduledTokens]) -> Tensor:
+    def _run(self, works: Sequence[ScheduledTokens]) -> Array:
         self.runner.works = list(works)
         return super()._run(works)
 

@@ -20,7 +20,8 @@ from kvmosaic.tuned_settings import SETTINGS
 
 if TYPE_CHECKING:
     from kvmosaic.cache import ChunkCacheStats
-    from kvmosaic.engine import AsyncEngine, ChunkOffloader, EngineFigures
+    from kvmosaic.engine import AsyncEngine, EngineFigures
+    from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.llm import LLM
     from kvmosaic.server.admission import Admission
     from kvmosaic.server.tenants.access import Tenants

@@ -1,4 +1,4 @@
-"""Logging of the server process: one line per event, on standard error, as text or JSON."""
+"""Logging of the server process: one line per event, on standard error, as text or JSON; and bars of progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import logging.config
 from datetime import UTC, datetime
 from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvmosaic.tiers.tier import Notices
 
@@ -15,6 +18,13 @@ FIELDS = "fields"
 PROBES = ("/livez", "/readyz", "/health", "/healthz")
 """Probe paths that an orchestrator polls."""
 _LEVELS = {"trace": 5}
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with counts, the time that passed and what is left, on terminals only, gone when it ends."""
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    text = TextColumn("{task.description}")
+    return Progress(text, *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class JSONFormatter(logging.Formatter):

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.server.tenants.key_text import MAX_KEY_CHARACTERS
+from kvmosaic.server.tenants import MAX_KEY_CHARACTERS
 from kvmosaic.web.errors import ApiError
 
 

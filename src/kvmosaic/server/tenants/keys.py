@@ -13,8 +13,8 @@ from kvmosaic.config import parse_bytes
 from kvmosaic.engine.shares import MAX_WEIGHT
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_fields import nearest, read_yaml
+from kvmosaic.server.tenants import KEY_RULE, is_key_text
 from kvmosaic.server.tenants.access import AccessKey, Tenant
-from kvmosaic.server.tenants.key_text import KEY_RULE, is_key_text
 
 MAX_KEYS = 10_000
 _FIELDS = ("key", "key_sha256", "tenant", "quota", "weight", "admin")

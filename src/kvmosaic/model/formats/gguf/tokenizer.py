@@ -60,9 +60,11 @@ def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any])
 
 
 def _read_back(folder: Path) -> Any:
-    from transformers import AutoTokenizer
+    import transformers
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+    # not AutoTokenizer: it would look for a model's configuration, and import torch
+    return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _facts(tokenizer: Any) -> tuple[Any, ...]:

@@ -15,14 +15,16 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from blake3 import blake3
 
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.model.formats.gguf.file import GgufFile, GgufTensor, check_gguf, read_gguf
 from kvmosaic.model.quantized import bytes_text, make_plain
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("kvmosaic")
 
@@ -97,6 +99,8 @@ def stored_dtype(file: GgufFile) -> torch.dtype:
 
     Weights quantized to few bits have at most 16 significant bits, and bfloat16 keeps the range.
     """
+    import torch
+
     kinds = _shares(file)
     if set(kinds) == {"F32"}:
         return torch.float32
@@ -250,6 +254,8 @@ def _scale_frequencies(module: Any, file: GgufFile) -> None:
 
 
 def _read_floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
+    import torch
+
     if tensor.kind != 0:
         raise _unread(file, f"factors for its frequencies of type {tensor.kind}", "leaves them out")
     with file.path.open("rb") as opened:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.attention.merge import apply_sinks, merge_partials
+from kvmosaic.attention.composed import apply_sinks, merge_partials
 from kvmosaic.attention.native.backend import NativeBackend
 from kvmosaic.attention.reads import ReadPlan
 from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, TorchBackend

@@ -15,7 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.reads import Call, Piece, ReadPlan, RowGroup, plan_reads
+from kvmosaic.attention.interface import Piece, RowGroup
+from kvmosaic.attention.reads import Call, ReadPlan, plan_reads
 from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
 from kvmosaic.layers.geometry import FULL, MaskSpec
 
