@@ -201,17 +201,20 @@ class LlamaRunner:
 
     def _grow_for(self, groups: Sequence[_Group]) -> None:
         """Allocates more cells, if there may be more, before any make room for those of these rows."""
-        if self.num_cells == self._max_cells:
-            return
-        num_rows = sum(len(group.token_ids) for group in groups) + _SPARE_CELLS
-        needed = self.cells.num_needed((run for group in groups for run in group.runs), num_rows)
-        if needed <= self.num_cells:
-            return
+        if self.num_cells < self._max_cells:
+            num_rows = sum(len(group.token_ids) for group in groups) + _SPARE_CELLS
+            self._grow(self.cells.num_needed((run for group in groups for run in group.runs), num_rows))
+
+    def _grow(self, needed: int) -> bool:
+        """Allocates at least so many cells, as far as there may be as many; False if nothing changes."""
+        if needed <= self.num_cells or self.num_cells == self._max_cells:
+            return False
         self.cells.save_all()
         self._context.close()
         self.num_cells = min(self._max_cells, max(2 * self.num_cells, needed))
         self._context = self._make_context()
         self.cells.replace_memory(self._context, self.num_cells)
+        return True
 
     def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Logits]]:
         """Runs groups; returns the number of each row's group, and the logits, of each forward."""
@@ -252,6 +255,8 @@ class LlamaRunner:
             try:
                 view = self.cells.take(self._continuous(group), group.target, may_copy=not taken)
             except NoRoom:
+                if not taken and self._grow(self.num_cells + 1):
+                    continue
                 assert taken, "the tokens of a prompt fit: more than `max_chunk_tokens` are refused when it arrives"
                 break
             waiting.pop()

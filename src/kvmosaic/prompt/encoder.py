@@ -15,8 +15,18 @@ from kvmosaic.prompt.chat_template.document_placement import place_documents
 from kvmosaic.prompt.companions import paragraph_for, read_companions
 from kvmosaic.prompt.conversation import Conversation, TemplateRefusal
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
-from kvmosaic.prompt.draft import Draft, document_draft, drafts_of, tokens_up_to, with_documents
-from kvmosaic.prompt.found_documents import DocumentFinder, Part, found_parts, said_before, split_at_documents
+from kvmosaic.prompt.found_documents import (
+    DocumentFinder,
+    Draft,
+    Part,
+    document_draft,
+    drafts_of,
+    found_parts,
+    said_before,
+    split_at_documents,
+    tokens_up_to,
+    with_documents,
+)
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.patterns import document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
