@@ -112,7 +112,7 @@ class LlamaRunner:
             max_rows=max_rows,
             cache_type=model.cache_type,
         )
-        self._context = self._make_context()
+        self._context = self._context_of(num_cells=self.num_cells + TILE)
         self._window = model.window
         span = self._window - 1 if self._window else UNLIMITED
         self.cells = Cells(self._context, num_slots, max_moved, self.num_cells, span)
@@ -152,7 +152,7 @@ class LlamaRunner:
         """Allocates the context again; cells come back when they are read."""
         with self._lock:
             if self.is_asleep:
-                self._context = self._make_context()
+                self._context = self._context_of(num_cells=self.num_cells + TILE)
                 self.cells.replace_memory(self._context, self.num_cells)
                 self.is_asleep = False
 
@@ -196,9 +196,6 @@ class LlamaRunner:
         first = self._offsets[pool] + block * self._block_size
         return range(first, first + self._block_size)
 
-    def _make_context(self) -> LlamaContext:
-        return self._context_of(num_cells=self.num_cells + TILE)
-
     def _grow_for(self, groups: Sequence[_Group]) -> None:
         """Allocates more cells, if there may be more, before any make room for those of these rows."""
         if self.num_cells < self._max_cells:
@@ -212,7 +209,7 @@ class LlamaRunner:
         self.cells.save_all()
         self._context.close()
         self.num_cells = min(self._max_cells, max(2 * self.num_cells, needed))
-        self._context = self._make_context()
+        self._context = self._context_of(num_cells=self.num_cells + TILE)
         self.cells.replace_memory(self._context, self.num_cells)
         return True
 

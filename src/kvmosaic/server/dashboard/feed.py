@@ -159,7 +159,7 @@ class Feed:
         self._settings = settings
         self._seconds = seconds
         self._max_viewers = max_viewers
-        self._viewers: list[Viewer] = []
+        self.viewers: list[Viewer] = []
         self._records: deque[NumberedRecord] = deque(maxlen=MAX_RECORDS)
         self._num_records = 0
         self._num_records_of: Counter[str] = Counter()
@@ -171,11 +171,6 @@ class Feed:
         self._started = time.time()
         records.listen(self._note)
 
-    @property
-    def num_viewers(self) -> int:
-        """Number of open streams."""
-        return len(self._viewers)
-
     async def watch(self, tenant: Tenant) -> AsyncGenerator[tuple[str, Any], None]:
         """Yields named events for one viewer: `state` first, then `records`, `statistics`, `documents` and `blocks`.
 
@@ -184,7 +179,7 @@ class Feed:
         """
         self._check_room(tenant)
         viewer = Viewer(tenant)
-        self._viewers.append(viewer)
+        self.viewers.append(viewer)
         try:
             await self._totals.read({tenant.name})
             if self._telling is None or self._telling.done():
@@ -195,18 +190,18 @@ class Feed:
                 for event in news:
                     yield event
         finally:
-            self._viewers.remove(viewer)
+            self.viewers.remove(viewer)
 
     def _check_room(self, tenant: Tenant) -> None:
         admission = self._admission
         if admission.is_draining:
             raise admission.unavailable("the server is shutting down")
         num_places = self._max_viewers - (0 if tenant.is_admin else min(ADMIN_VIEWERS, self._max_viewers // 2))
-        num_free = num_places - len(self._viewers) - 1
+        num_free = num_places - len(self.viewers) - 1
         if num_free < 0:
             message = f"{num_places} viewers look at this dashboard, which is the limit; close one of them"
             raise _too_many(503, message, "service_unavailable")
-        num_own = sum(viewer.tenant.name == tenant.name for viewer in self._viewers)
+        num_own = sum(viewer.tenant.name == tenant.name for viewer in self.viewers)
         if num_own and num_own + 1 > num_free:
             message = (
                 f"{num_own} viewers of {tenant.name!r} look at this dashboard, which is its share of {num_places}: no "
@@ -221,24 +216,24 @@ class Feed:
         except Exception:
             logger.exception("the dashboard's feed failed; viewers may come again")
         finally:
-            for viewer in self._viewers:
+            for viewer in self.viewers:
                 viewer.close()
 
     async def _tell_on(self) -> None:
-        while self._viewers:
+        while self.viewers:
             await asyncio.sleep(max(0.0, self._last_look + self._seconds - time.monotonic()))
             self._last_look = time.monotonic()
             await self._look()
             if self._admission.is_draining:
                 return
-            tenants = {viewer.tenant for viewer in self._viewers}
+            tenants = {viewer.tenant for viewer in self.viewers}
             await self._totals.read({tenant.name for tenant in tenants})
             statistics, documents = {}, {}
             for tenant in tenants:
                 statistics[tenant] = self._statistics(tenant)
                 documents[tenant] = self._document_totals(tenant.name)
             blocks = await self._blocks()
-            for viewer in self._viewers:
+            for viewer in self.viewers:
                 if viewer.tenant in statistics:  # a viewer that has just connected has the state
                     viewer.offer("statistics", statistics[viewer.tenant])
                     viewer.offer("documents", documents[viewer.tenant])
@@ -248,8 +243,8 @@ class Feed:
     async def _look(self) -> None:
         """Takes a snapshot of the engine; while the engine is busy with a long step, waits for the pending one."""
         if self._looking is None:
-            with_blocks = any(viewer.tenant.is_admin for viewer in self._viewers)
-            tenants = {viewer.tenant.name for viewer in self._viewers}
+            with_blocks = any(viewer.tenant.is_admin for viewer in self.viewers)
+            tenants = {viewer.tenant.name for viewer in self.viewers}
             call = partial(take_snapshot, tenants=tenants, with_blocks=with_blocks)
             self._looking = asyncio.create_task(self._engine.call(call), name="dashboard-look")
         done, _ = await asyncio.wait({self._looking}, timeout=self._seconds)
@@ -273,7 +268,7 @@ class Feed:
         self._num_records_of[record.tenant] += 1
         numbered = NumberedRecord(record, self._num_records, self._num_records_of[record.tenant])
         self._records.append(numbered)
-        for viewer in self._viewers:
+        for viewer in self.viewers:
             viewer.add_record(numbered)
 
     def _state(self, viewer: Viewer) -> News:
