@@ -25,6 +25,15 @@ _SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "
 """Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
 _KIND, _SPLIT, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
 _BLANK = "\u2581"
+_CLASSES = {
+    "llama": "TokenizersBackend",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3": "GemmaTokenizer",
+    "phi3": "TokenizersBackend",
+}
+"""What `AutoTokenizer` takes for architectures of ggml, if it is known: it reads the whole file to find out."""
 _KEPT = 1
 """Number of what this module makes of a file: another one where that changes."""
 
@@ -81,12 +90,22 @@ def _facts(tokenizer: Any) -> tuple[Any, ...]:
     )
 
 
-def _built(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+def _read(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
+    """The tokenizer that transformers builds."""
+    if name := _CLASSES.get(file.architecture):
+        import transformers
+
+        with suppress(Exception):  # another version of transformers; or the same error comes again
+            return getattr(transformers, name).from_pretrained(folder, **options)
     from kvmosaic.model.transformers_loading import read_tokenizer
 
+    return read_tokenizer(str(file.path), folder, options)
+
+
+def _built(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
     split = file.metadata.get(_SPLIT, "default")
     adds_begin = split in _SPLITS_WITH_BEGIN and "tokenizer.ggml.add_bos_token" not in file.metadata
-    tokenizer = read_tokenizer(str(file.path), folder, {**options, **({"add_bos_token": True} if adds_begin else {})})
+    tokenizer = _read(file, folder, {**options, **({"add_bos_token": True} if adds_begin else {})})
     backend = tokenizer.backend_tokenizer
     if file.metadata.get(_KIND) == "llama":
         _write_spaces(backend, has_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)))
