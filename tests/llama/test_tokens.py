@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.llama.model import LlamaModel, load_llama
+from kvmosaic.model.formats.gguf import tokenizer
 from kvmosaic.model.formats.gguf.file import read_gguf
+from kvmosaic.model.formats.gguf.weights import alone
 
 
 def model_split_as(split: str, folder: Path) -> LlamaModel:
@@ -73,6 +75,20 @@ def test_texts_become_the_tokens_of_llama_cpp(split: str, tmp_path: Path) -> Non
     for text in ("७ ١٢٣ 77 cats", "<|begin|><|user|>\nhi<|end|>", "a\x00b", ""):
         assert model.tokenizer.encode(text) == model.file.tokenize(text), text
     model.file.close()
+
+
+@pytest.mark.parametrize("entries", [{"tokenizer.ggml.pre": "smollm"}, "sentence pieces"])
+def test_a_known_class_is_the_one_that_transformers_takes(
+    entries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = sentence_pieces(TEXTS) if isinstance(entries, str) else entries
+    file = read_gguf(save_gguf(tmp_path / "m.gguf", kind="Q8_0", metadata=entries))
+    found = []
+    with alone(file) as (folder, named):
+        for classes in (tokenizer._CLASSES, {}):
+            monkeypatch.setattr(tokenizer, "_CLASSES", classes)
+            found.append(tokenizer._facts(tokenizer._built(file, folder, {**named, "local_files_only": True})))
+    assert file.architecture == "llama" and found[0] == found[1]
 
 
 def test_template_and_ends_of_answers_are_those_of_the_file() -> None:

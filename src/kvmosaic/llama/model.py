@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
@@ -77,6 +78,10 @@ class LlamaModel:
     """Where logits are; the weights may be elsewhere."""
     no_window_reason = "llama.cpp keeps one position per token, and a rolling window moves them"
     no_scores_reason = "llama.cpp does not give its attention"
+    adapters = MappingProxyType[str, LayoutAdapter]({})
+    """Low-rank adapters: none, `open_model` refuses them."""
+    num_fused = MappingProxyType[str, int]({})
+    """Modules whose small operations are fused by us: none."""
 
     @property
     def vocab_size(self) -> int:
@@ -91,11 +96,6 @@ class LlamaModel:
     def why_unreadable(self, layout: Layout) -> str:
         """Why a prompt so arranged cannot be read, and the way out; empty when it can."""
         return why_unreadable(layout, self.window)
-
-    @property
-    def adapters(self) -> Mapping[str, LayoutAdapter]:
-        """Low-rank adapters: none, `open_model` refuses them."""
-        return {}
 
     @property
     def is_movable(self) -> bool:
@@ -126,11 +126,6 @@ class LlamaModel:
     def weight_type(self) -> str:
         """Of most weights."""
         return self.file.weight_type
-
-    @property
-    def num_fused(self) -> Mapping[str, int]:
-        """Modules whose small operations are fused by us: none."""
-        return {}
 
     @property
     def num_parameters(self) -> int:

@@ -45,11 +45,7 @@ def check_model(model: LoadedModel, config: EngineConfig, backend: AttentionBack
 
 
 def build_runner(
-    model: LoadedModel,
-    num_blocks: Mapping[PoolName, int],
-    block_size: int,
-    config: EngineConfig,
-    backend: AttentionBackend | None,
+    model: LoadedModel, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: Any
 ) -> Runner:
     """Allocates the pools, and CUDA graphs for decoding where they can be used."""
     if config.num_threads is not None:

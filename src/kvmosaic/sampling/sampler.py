@@ -263,12 +263,11 @@ def _with_logprobs(logits: Array, token_ids: list[int], states: Sequence[Samplin
     """Adds log probabilities of the unmodified logits where they were requested."""
     wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     tokens = [SampledToken(token_id) for token_id in token_ids]
-    if not wanted:
-        return tokens
-    numbers = [states[row].params.logprobs or 0 for row in wanted]
-    found = with_likelihood(logits[wanted], [token_ids[row] for row in wanted], numbers)
-    for row, token in zip(wanted, found, strict=True):
-        tokens[row] = token
+    if wanted:
+        numbers = [states[row].params.logprobs or 0 for row in wanted]
+        found = with_likelihood(logits[wanted], [token_ids[row] for row in wanted], numbers)
+        for row, token in zip(wanted, found, strict=True):
+            tokens[row] = token
     return tokens
 
 

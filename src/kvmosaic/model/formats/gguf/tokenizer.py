@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,8 @@ _SPLITS_WITH_BEGIN = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "
 """Splits for which llama.cpp adds the BOS token unless the file says no; transformers adds it if the file says yes."""
 _KIND, _SPLIT, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens"
 _BLANK = "\u2581"
-_CLASSES = {
-    "llama": "TokenizersBackend",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "gemma2": "GemmaTokenizer",
-    "gemma3": "GemmaTokenizer",
-    "phi3": "TokenizersBackend",
-}
-"""What `AutoTokenizer` takes for architectures of ggml, if it is known: it reads the whole file to find out."""
+_CLASSES = {"llama": "TokenizersBackend"}
+"""What `AutoTokenizer` takes for an architecture of ggml, where it is known: it reads the whole file to find out."""
 _KEPT = 1
 """Number of what this module makes of a file: another one where that changes."""
 
@@ -69,11 +63,13 @@ def read_file_tokenizer(file: GgufFile, folder: str, options: Mapping[str, Any])
 
 
 def _read_back(folder: Path) -> Any:
-    import transformers
-
     name = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
-    # not AutoTokenizer: it would look for a model's configuration, and import torch
-    return getattr(transformers, name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return _class_named(name).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _class_named(name: str) -> Any:
+    """A class of tokenizers; `AutoTokenizer` would look for a model's configuration, and import torch."""
+    return getattr(import_module("transformers"), name)
 
 
 def _facts(tokenizer: Any) -> tuple[Any, ...]:
@@ -90,22 +86,17 @@ def _facts(tokenizer: Any) -> tuple[Any, ...]:
     )
 
 
-def _read(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
-    """The tokenizer that transformers builds."""
-    if name := _CLASSES.get(file.architecture):
-        import transformers
-
-        with suppress(Exception):  # another version of transformers; or the same error comes again
-            return getattr(transformers, name).from_pretrained(folder, **options)
-    from kvmosaic.model.transformers_loading import read_tokenizer
-
-    return read_tokenizer(str(file.path), folder, options)
-
-
 def _built(file: GgufFile, folder: str, options: Mapping[str, Any]) -> Any:
     split = file.metadata.get(_SPLIT, "default")
     adds_begin = split in _SPLITS_WITH_BEGIN and "tokenizer.ggml.add_bos_token" not in file.metadata
-    tokenizer = _read(file, folder, {**options, **({"add_bos_token": True} if adds_begin else {})})
+    options = {**options, **({"add_bos_token": True} if adds_begin else {})}
+    tokenizer = None
+    with suppress(Exception):  # another version of transformers; or the same error comes again
+        tokenizer = _class_named(_CLASSES[file.architecture]).from_pretrained(folder, **options)
+    if tokenizer is None:
+        from kvmosaic.model.transformers_loading import read_tokenizer
+
+        tokenizer = read_tokenizer(str(file.path), folder, options)
     backend = tokenizer.backend_tokenizer
     if file.metadata.get(_KIND) == "llama":
         _write_spaces(backend, has_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)))
