@@ -77,6 +77,7 @@ def test_texts_become_the_tokens_of_llama_cpp(split: str, tmp_path: Path) -> Non
     model.file.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [{"tokenizer.ggml.pre": "smollm"}, "sentence pieces"])
 def test_a_known_class_is_the_one_that_transformers_takes(
     entries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
