@@ -51,6 +51,7 @@ def sentence_pieces(texts: Sequence[str]) -> dict[str, Any]:
 
 
 BLANKS = ("", "\u2581")
+REST = ("gpt-2", "qwen2", "llama-bpe", "exaone")
 TEXTS = (" two  blanks ", "<|user|>where does<|user|> it go", "no\nblank", "١٢٣ und Äpfel 🎉")
 
 
@@ -68,7 +69,7 @@ def test_a_sentence_piece_file_says_where_blanks_are_added(has_prefix: bool, tmp
     model.file.close()
 
 
-@pytest.mark.parametrize("split", ["gpt-2", "smollm", "qwen2", "llama-bpe", "exaone"])
+@pytest.mark.parametrize("split", ["smollm", *(pytest.param(each, marks=pytest.mark.slow) for each in REST)])
 def test_texts_become_the_tokens_of_llama_cpp(split: str, tmp_path: Path) -> None:
     model = model_split_as(split, tmp_path)
     assert model.token_differences == ()
