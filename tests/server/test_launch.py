@@ -70,7 +70,7 @@ def test_files_and_folders_are_stored_and_computed_at_the_start(tmp_path: Path) 
         (folder / name).write_text(" ")
     with ServeCommand(str(folder), KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
         server.until_ready()
-        assert "documents  2 stored, 2 refused\n" in server.log
+        assert "stored     2 stored, 2 refused\n" in server.log
         assert "refused: a.md and 1 more: it has no text" in server.log
         server.until("computed [0-9]+ tokens of 2 stored documents")
         ids = [each["id"] for each in httpx.get(f"{server.url}/v1/documents", timeout=60).json()["data"]]
@@ -80,7 +80,7 @@ def test_files_and_folders_are_stored_and_computed_at_the_start(tmp_path: Path) 
     again = [str(folder), str(folder / "ferry.md")]
     with ServeCommand(*again, KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
         server.until_ready()
-        assert "documents  2 stored, 1 replaced, 2 refused\n" in server.log, (
+        assert "stored     2 stored, 1 replaced, 2 refused\n" in server.log, (
             "of several, a folder's files have its name in front"
         )
 
@@ -125,7 +125,7 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
         ServeCommand(*paths, is_fresh=True, KVMOSAIC_SERVED_MODEL_NAME="small,reader") as command,
         httpx.Client(verify=context, timeout=30) as client,
     ):
-        url = command.until(r"listening +(https\S+/kv)\n")[1].removesuffix("/kv")
+        url = command.until(r"loading .* at (https\S+/kv)\n")[1].removesuffix("/kv")
         assert client.get(url + "/livez").status_code == 200
         assert client.get(url + "/readyz").json() == {"status": "loading"}
         reply = client.get(url + "/v1/models")
@@ -133,10 +133,9 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
         assert int(reply.headers["retry-after"]) >= 1 and reply.headers["x-content-type-options"] == "nosniff"
         command.until_ready()
         assert command.url == url + "/kv"
-        assert "model      small, reader (cpu)" in command.log
-        assert re.search(r"engine     transformers \S+, \w+ attention, weights float32, cache float32", command.log)
-        assert re.search("chunks     32 MiB = [0-9,]+ tokens, auto positions", command.log)
-        assert "API key    not needed" in command.log
+        engine = r"transformers \S+, \w+ attention, weights float32, cache float32, on cpu"
+        assert re.search(rf"model      small, reader: {engine}\n", command.log)
+        assert re.search(r"documents  none stored; [0-9,]+ tokens, 32 MiB fit\n", command.log)
         for path in ("/livez", "/readyz", "/health"):
             assert client.get(url + path).status_code == 200
         with client.stream("POST", url + "/v1/completions", json=LONG) as reply:
@@ -153,7 +152,7 @@ def test_life_of_a_server_from_its_first_probe_to_an_answer_that_takes_too_long(
 
 def test_server_that_is_told_to_stop_while_it_loads_ends_at_once() -> None:
     with ServeCommand(is_fresh=True) as command:
-        command.until("listening")
+        command.until("loading")
         command.stop()
         assert command.wait() == 0, command.log
     assert "ready" not in command.log
@@ -211,7 +210,7 @@ def _read_all(url: str) -> None:
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
     result = serve(*arguments)
-    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("listening")]
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("loading")]
     assert result.exit_code == 2, result.stderr
     assert len(lines) == 1 and lines[0].startswith("kvmosaic: ") and said in lines[0], result.stderr
 

@@ -113,7 +113,7 @@ def test_sighup_reloads_keys_and_file_of_a_running_command(tmp_path: Path, keys:
 
 def test_sighup_while_the_model_loads_does_not_end_the_server() -> None:
     with ServeCommand(is_fresh=True) as command:
-        command.until("listening")
+        command.until("loading")
         command.stop(signal.SIGHUP)
         command.until("the model is still being loaded; send SIGHUP again")
         command.until_ready()
@@ -131,7 +131,7 @@ def test_server_ends_when_its_terminal_is_closed() -> None:
     os.close(terminal)
     assert process.stderr is not None
     log = process.stderr.readline()
-    assert "listening" in log
+    assert "loading" in log
     os.close(controller)
     wait_until(lambda: process.poll() is not None)
     process.stderr.close()

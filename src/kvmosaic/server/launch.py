@@ -206,7 +206,7 @@ class _Launch:
         self._signals.listen(self._told_to_stop.set, self._reload)
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
-            self._say(f"listening  {address}")
+            self._say(f"loading    {self._settings.model}, at {address}")
             services = await self._load()
             if services is None:
                 return False
@@ -215,7 +215,7 @@ class _Launch:
             self._services = services
             async with swept(services), trimmed_heap():
                 if self._settings.documents and self._fill is not None:
-                    self._say(f"documents  {await self._fill(services)}")
+                    self._say(f"stored     {await self._fill(services)}")
                 self._describe(services)
                 self._say(f"ready      {address}")
                 warming = asyncio.create_task(self._warm(services), name="warm-on-start")
@@ -288,25 +288,27 @@ class _Launch:
             logger.exception("stored documents are not computed at the start")
 
     def _describe(self, services: Services) -> None:
+        from kvmosaic.assembly import BUNDLED_READER  # loaded with the model
+
         llm, settings = services.llm, self._settings
-        config = llm.chunk_cache_config
-        room = _room(llm, services.documents)
-        cache = f"{room}, {config.position_strategy} positions, documents saw: {config.context_in()}"
-        self._say(f"model      {', '.join(settings.model_names)} ({llm.engine_facts.device})")
-        self._say(f"engine     {llm.engine_facts}")
-        if llm.model.weights_note:
+        self._say(f"model      {', '.join(settings.model_names)}: {llm.engine_facts}, on {llm.engine_facts.device}")
+        if llm.model.weights_note and llm.engine_facts.name == "transformers":
             self._say(f"weights    {llm.model.weights_note}")
-        self._say(f"chunks     {cache if llm.has_chunk_cache else f'off: {llm.chunk_cache_off_reason}'}")
-        if llm.has_chunk_cache:
-            date = llm.profile and llm.profile.date
-            origin = f"by the profile of {date}" if date else "not tuned for this model (kvmosaic tune)"
-            self._say(f"repair     {config.repair_after(config.context_in())}, {origin}")
+        if settings.model == BUNDLED_READER:
+            self._say("           a toy for examples; try kvmosaic serve Qwen/Qwen2.5-1.5B-Instruct, or a GGUF file")
+        off = f"the chunk cache is off: {llm.chunk_cache_off_reason}"
+        self._say(f"documents  {_room(llm, services.documents) if llm.has_chunk_cache else off}")
+        if llm.profile is not None:
+            config = llm.chunk_cache_config
+            chosen = f"{config.position_strategy} positions, repair {config.repair_after(config.context_in())}"
+            self._say(f"profile    of {llm.profile.date}: {chosen}")
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()
             self._say(f"tiers      {' ▸ '.join(_shown_tier(stat) for stat in stats)}")
         if settings.otlp_traces_endpoint is not None:
             self._say(f"traces     {settings.otlp_traces_endpoint}")
-        self._say(f"API key    {'needed' if services.tenants.needs_key else 'not needed'}")
+        if services.tenants.needs_key:
+            self._say("API key    needed")
         if settings.keys_file is not None and is_open_to_all(settings.keys_file):
             self._say(f"warning    everybody on this machine may read {settings.keys_file}; chmod 600 it")
 
@@ -317,18 +319,16 @@ class _Launch:
 
 
 def _room(llm: LLM, documents: DocumentStore) -> str:
-    """What the chunk cache holds: "2 GiB = 46,592 tokens, about 100 of 250 stored documents"."""
+    """What the chunk cache holds: "250 stored, about 100 fit (46,592 tokens, 2 GiB)"."""
     kv_cache, usage = llm.engine.kv_cache, documents.usage()
-    num_tokens = kv_cache.chunk_pool.num_blocks * kv_cache.chunk_pool.block_size
-    room = f"{_shown_size(kv_cache.chunk_pool.num_blocks * kv_cache.bytes_per_block)} = {num_tokens:,} tokens"
+    block, count = kv_cache.chunk_pool.block_size, kv_cache.chunk_pool.num_blocks
+    size = f"{count * block:,} tokens, {_shown_size(count * kv_cache.bytes_per_block)}"
     if not usage.num_documents:
-        return room
-    block = kv_cache.chunk_pool.block_size
+        return f"none stored; {size} fit"
     tokens_of_one = usage.num_bytes / usage.num_documents / _BYTES_PER_TOKEN + block / 2  # half of the last block
-    fitting = int(num_tokens / tokens_of_one)
-    if fitting >= usage.num_documents:
-        return f"{room}, enough for all {usage.num_documents:,} stored documents"
-    return f"{room}, about {float(f'{fitting:.2g}'):,.0f} of {usage.num_documents:,} stored documents"
+    fitting = int(count * block / tokens_of_one)
+    fits = "all" if fitting >= usage.num_documents else f"about {float(f'{fitting:.2g}'):,.0f}"
+    return f"{usage.num_documents:,} stored, {fits} fit ({size})"
 
 
 def _shown_tier(tier: TierStat) -> str:

@@ -134,4 +134,4 @@ def test_every_line_of_a_server_with_json_logs_is_json() -> None:
     (refused,) = [line for line in lines if line["logger"] == "kvmosaic.access"]
     assert (refused["status"], refused["path"], refused["level"]) == (400, CHAT, "info")
     assert "messages" in refused["reason"] and refused["request_id"]
-    assert any(line["message"].startswith("listening ") for line in lines)
+    assert any(line["message"].startswith("loading ") for line in lines)
