@@ -93,7 +93,7 @@ def test_a_tokenizer_in_the_folder_is_loaded(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="there is no folder"):
         load_model(tmp_path / "nothing")
-    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+    with pytest.raises(ModelNotFound, match=rf"no config\.json .*kvmosaic serve MODEL {tmp_path}"):
         load_model(tmp_path)
     with pytest.raises(ModelNotFound, match="there is no folder"):
         load_model("./nothing")

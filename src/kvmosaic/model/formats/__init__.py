@@ -116,7 +116,7 @@ def _missing_config(folder: Path) -> str:
     for name, model_format in FORMATS.items():
         if files := model_format.files_in(folder):
             return f"is a folder with {name.upper()} files and no config.json; give one of them: {some_of(files)}"
-    return "has no config.json; give the folder that holds config.json and *.safetensors"
+    return f"has no config.json and *.safetensors; give a model's folder (documents: kvmosaic serve MODEL {folder})"
 
 
 def _tokenizer(source: str, options: Any) -> Any:
