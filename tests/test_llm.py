@@ -13,8 +13,8 @@ from support.loaded import chatting_llama
 from support.tokenizers import make_tokenizer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
+from kvmosaic.assembly import device_memory_bytes
 from kvmosaic.attention import TorchBackend
-from kvmosaic.container import device_memory_bytes
 from kvmosaic.errors import (
     ChunkCacheFull,
     ChunkCacheOff,

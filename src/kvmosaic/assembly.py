@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, ca
 from kvmosaic.attention import BackendName, ChosenBackend, PoolName
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_bytes
-from kvmosaic.container import blocks_within, check_fits, device_memory_bytes, free_memory_bytes
+from kvmosaic.container import available_memory, blocks_within, memory_limit
 from kvmosaic.engine import Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
@@ -110,7 +111,7 @@ class ModelEngine(Protocol):
         """Allocates the slots of both pools."""
 
 
-_ENGINES = {"transformers": "kvmosaic.model.engine", "llama.cpp": "kvmosaic.llama.engine"}
+_ENGINES = {"transformers": "kvmosaic.transformers_engine", "llama.cpp": "kvmosaic.llama.engine"}
 
 
 def engine_named(name: str) -> ModelEngine:
@@ -418,6 +419,38 @@ def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: in
             "raise it, or make request_cache_size smaller"
         )
     return allowed - weights - request_bytes
+
+
+def check_fits(num_bytes: int, device: object) -> None:
+    """Raises InvalidConfig if caches are larger than the device.
+
+    A system that overcommits memory would allocate them, and kill the process when they fill.
+    """
+    total = device_memory_bytes(device)
+    if num_bytes > total:
+        raise InvalidConfig(
+            f"the chunk cache and the request cache are to take {num_bytes / 2**30:.1f} GiB, but {device} has "
+            f"{total / 2**30:.1f} GiB in all, and the model needs some of it; make the caches smaller"
+        )
+
+
+def device_memory_bytes(device: object) -> int:
+    """Total memory of a device: of the GPU, or for the CPU that of the machine, or of the container if it is less."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.get_device_properties(str(device)).total_memory)
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(of_machine, memory_limit() or of_machine)
+
+
+def free_memory_bytes(device: object) -> int:
+    """Memory of a device that nothing uses: for the CPU, of the machine, or of the container if it is less."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(str(device))[0])
+    return available_memory() or device_memory_bytes(device)
 
 
 def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:

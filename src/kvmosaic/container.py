@@ -1,4 +1,4 @@
-"""Limits: memory of device and container, threads of a command, and CPU time for reading a request.
+"""Limits: of memory, of threads of a command, and of CPU time for reading a request.
 
 Number and waiting policy of threads are read from environment variables when torch is imported, so that a command can
 choose them and a library must not. `EngineConfig.num_threads` changes the number later.
@@ -80,41 +80,6 @@ def blocks_within(num_bytes: int, bytes_per_block: int, purpose: str) -> int:
             f"{MAX_BLOCKS} at most; give it at most {MAX_BLOCKS * bytes_per_block} bytes or use a larger block_size"
         )
     return count
-
-
-def check_fits(num_bytes: int, device: object) -> None:
-    """Rejects caches larger than the device.
-
-    A system that overcommits memory would allocate them, and kill the process when they fill.
-
-    Raises:
-        InvalidConfig: `num_bytes` exceeds the total memory of the device.
-    """
-    total = device_memory_bytes(device)
-    if num_bytes > total:
-        raise InvalidConfig(
-            f"the chunk cache and the request cache are to take {num_bytes / 2**30:.1f} GiB, but {device} has "
-            f"{total / 2**30:.1f} GiB in all, and the model needs some of it; make the caches smaller"
-        )
-
-
-def device_memory_bytes(device: object) -> int:
-    """Total memory of a device: of the GPU, or for the CPU that of the machine, or of the container if it is less."""
-    if str(device).startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.get_device_properties(str(device)).total_memory)
-    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(of_machine, memory_limit() or of_machine)
-
-
-def free_memory_bytes(device: object) -> int:
-    """Memory of a device that nothing uses: for the CPU, of the machine, or of the container if it is less."""
-    if str(device).startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.mem_get_info(str(device))[0])
-    return available_memory() or device_memory_bytes(device)
 
 
 def _kib(text: str, name: str) -> int | None:

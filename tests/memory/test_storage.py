@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvmosaic.container import MAX_BLOCKS, blocks_within, check_fits, device_memory_bytes
+from kvmosaic.assembly import check_fits, device_memory_bytes
+from kvmosaic.container import MAX_BLOCKS, blocks_within
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import BlockStorage

@@ -168,7 +168,7 @@ def dtype_here(stored: str) -> str:
 
 def memory_here() -> int:
     """Bytes of memory of this machine's device, as the engine counts it."""
-    from kvmosaic.container import device_memory_bytes
+    from kvmosaic.assembly import device_memory_bytes
 
     return device_memory_bytes(_device())
 

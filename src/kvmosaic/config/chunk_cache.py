@@ -63,11 +63,11 @@ class ChunkCacheConfig:
     max_chunk_tokens: int = _cache(32_768, low=1, high=10**7, help="Maximum tokens of a chunk; see `long_chunks`.")
     max_prompt_chunks: int = _cache(4_096, low=1, high=10**6, help="Maximum documents of one prompt.")
     long_chunks: Literal["error", "split", "sections"] = _cache(
-        "error",
+        "split",
         flag_alias="--long-documents",
-        help="A document that is too long for one chunk: refuse it, or split it. sections: divide every document of "
-        "more than `max_section_tokens` at headings and blank lines, so that an edit costs one section; sections do "
-        "not see each other.",
+        help="A document that is too long for one chunk: split it, or refuse it (error). sections: divide every "
+        "document of more than `max_section_tokens` at headings and blank lines, so that an edit costs one section. "
+        "Parts and sections do not see each other.",
     )
     max_section_tokens: int = _cache(
         1_024, low=16, high=10**7, help="Maximum tokens of a section, with `long_chunks` sections."

@@ -20,14 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from kvmosaic.attention import Piece, SpanRows
-from kvmosaic.engine.self_check import Comparison, SelfCheck
+from kvmosaic.engine.self_check import Comparison, SelfCheck, ordinary_tokens
 from kvmosaic.kept import keep, kept_folder
 from kvmosaic.llama.interface import cpu_flags
 from kvmosaic.llama.library import LlamaContext, Logits, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.runner import LlamaRunner
 from kvmosaic.llama.state import pack
-from kvmosaic.model.ordinary_text import ordinary_tokens
 
 _SYSTEM, _DOCUMENT, _QUESTION = 7, 63, 14
 _NUM_TOKENS = _SYSTEM + _DOCUMENT + _QUESTION

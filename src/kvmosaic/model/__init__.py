@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from kvmosaic.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvmosaic.model.engine import load_model
     from kvmosaic.model.hook import ATTENTION_NAME, Receiver, attention_scope, install
+    from kvmosaic.model.load import load_model
     from kvmosaic.model.loaded import LoadedModel
 
 __all__ = ["ATTENTION_NAME", "LoadedModel", "Receiver", "attention_scope", "install", "load_model", "quiet_libraries"]
@@ -17,7 +17,7 @@ __all__ = ["ATTENTION_NAME", "LoadedModel", "Receiver", "attention_scope", "inst
 # Names are imported on first use: the command line reads the names of formats, and needs no torch for its help.
 _HOMES = {
     "hook": ("ATTENTION_NAME", "Receiver", "attention_scope", "install"),
-    "engine": ("load_model",),
+    "load": ("load_model",),
     "loaded": ("LoadedModel",),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

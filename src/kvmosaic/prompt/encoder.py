@@ -19,7 +19,6 @@ from kvmosaic.prompt.found_documents import (
     DocumentFinder,
     Draft,
     Part,
-    document_draft,
     drafts_of,
     found_parts,
     said_before,
@@ -37,7 +36,7 @@ from kvmosaic.prompt.preamble import (
     with_preamble,
     with_preamble_tokens,
 )
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, has_segments, numbered
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, document_segment, has_segments, numbered
 from kvmosaic.prompt.separator import check_unicode
 from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
 from kvmosaic.prompt.splits import fit_chunks
@@ -263,7 +262,7 @@ class PromptEncoder:
             head, rest = split_pieces(placing.head, end)
         drafts = [Draft(SegmentKind.SYSTEM, head), *[Draft(SegmentKind.TEXT, rest)] * bool(rest)]
         seen = zip(read, seen_documents(read), strict=True)
-        drafts += [document_draft(document, sees, placing.chunk(document)) for document, sees in seen]
+        drafts += [Draft(SegmentKind.CHUNK, placing.chunk(each), document_segment(each, sees)) for each, sees in seen]
         drafts += drafts_of(self._placed_parts(placing.tail, finder, len(read)))
         prompt = self._from_pieces(drafts, salt, last_answer, None if rest else rule.num_tokens)
         companions = self._companion_tokens(lambda text: placing.chunk(Document(text)), prompt.segments)
@@ -434,22 +433,20 @@ class PromptEncoder:
     def _checked(self, segments: list[Segment], encodings: list[Encoded], salt: str) -> Prompt:
         for segment in segments:
             check_token_ids(segment.token_ids or (), self.vocab_size, segment.label)
-        limit, split = self.settings.max_chunk_tokens, self._splits
-        limit = min(limit, self._room(segments)) if split else limit
-        in_sections = self.settings.long_chunks == "sections"
         parts = fit_chunks(
             segments,
             encodings,
-            limit,
-            split=split,
-            max_section_tokens=self.settings.max_section_tokens if in_sections else None,
+            self.settings.max_chunk_tokens,
+            split=self._splits,
+            max_part_tokens=self._room(segments) if self._splits else MAX_POSITION,
+            max_section_tokens=self.settings.max_section_tokens if self.settings.long_chunks == "sections" else None,
             max_in_order=self._free(segments) - 1,
         )
         self._check_count(parts)
         for part in parts:
             most = self._max_tokens(part)
             if most is not None and part.num_tokens > most:
-                can_split = part.kind is SegmentKind.CHUNK and not split
+                can_split = part.kind is SegmentKind.CHUNK and not self._splits
                 reason = f"the limit is {most}" if most == MAX_ENDLESS_TOKENS else f"the model has {most} positions"
                 raise PromptTooLong(
                     f"the {part.label} alone has {part.num_tokens} tokens, {reason}; "

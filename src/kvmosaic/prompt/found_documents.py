@@ -28,7 +28,7 @@ from kvmosaic.container import check_cpu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, document_segment
+from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, template
 from kvmosaic.prompt.tokenizer import Encoded
 
@@ -238,11 +238,6 @@ class Draft:
         """The segment, with its text and without tokens."""
         text = joined(self.pieces)
         return replace(self.chunk, text=text) if self.chunk else Segment(self.kind, text=text)
-
-
-def document_draft(document: Document, sees: tuple[int | str, ...], pieces: Sequence[TextPiece]) -> Draft:
-    """The draft of a document in its format, which sees these documents."""
-    return Draft(SegmentKind.CHUNK, pieces, document_segment(document, sees))
 
 
 def drafts_of(parts: Sequence[Part]) -> Iterator[Draft]:

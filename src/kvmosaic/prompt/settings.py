@@ -57,7 +57,7 @@ class PromptOptions:
     chunk_separator: str | None = None
     max_chunk_tokens: int = 32_768
     max_prompt_chunks: int = 4_096
-    long_chunks: Literal["error", "split", "sections"] = "error"
+    long_chunks: Literal["error", "split", "sections"] = "split"
     max_section_tokens: int = 1_024
     preamble: str | int = "auto"
     find_documents: str = "none"

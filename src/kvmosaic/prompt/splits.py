@@ -27,6 +27,7 @@ def fit_chunks(
     limit: int,
     *,
     split: bool,
+    max_part_tokens: int = MAX_POSITION,
     max_section_tokens: int | None = None,
     max_in_order: int = MAX_POSITION,
 ) -> tuple[Segment, ...]:
@@ -37,6 +38,7 @@ def fit_chunks(
         encodings: character offsets of their tokens.
         limit: maximum tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
+        max_part_tokens: of parts of a document that does not fit as a whole.
         max_section_tokens: divide chunks with more tokens into sections first; None: do not.
         max_in_order: maximum tokens of a document whose parts fit one after the other.
 
@@ -50,7 +52,8 @@ def fit_chunks(
     for segment, encoded in zip(segments, encodings, strict=True):
         parts: tuple[Segment, ...] = (segment,)
         if segment.kind is SegmentKind.CHUNK:
-            size = limit if max_section_tokens is None else min(limit, max_section_tokens)
+            most = max_section_tokens or limit
+            size = min(limit, most, limit if segment.num_tokens <= max_in_order else max_part_tokens)
             if segment.num_tokens > size:
                 if not split:
                     raise ChunkTooLong(

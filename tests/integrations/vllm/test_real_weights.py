@@ -42,7 +42,7 @@ def asked(folder: Path, **how: Any) -> Ask:
     if REAL:
         from transformers import AutoTokenizer
 
-        from kvmosaic.model.ordinary_text import ordinary_tokens
+        from kvmosaic.engine.self_check import ordinary_tokens
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokens = iter(ordinary_tokens(tokenizer, len(tokenizer), 215))

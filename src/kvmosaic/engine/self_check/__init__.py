@@ -1,9 +1,12 @@
-"""Findings and result of a self-check."""
+"""Findings and result of a self-check, and the text that it reads."""
 
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,13 @@ def worst_finding(findings: list[Comparison]) -> Comparison:
 
 def _sortable(difference: float) -> float:
     return math.inf if math.isnan(difference) else difference
+
+
+def ordinary_tokens(tokenizer: Any, vocab_size: int, count: int) -> list[int]:
+    """`count` tokens of ordinary text; random ones, which are ill-conditioned, where there are too few."""
+    text = files(__package__).joinpath("ordinary_text.txt").read_text(encoding="utf-8")
+    token_ids: list[int] = [] if tokenizer is None else list(tokenizer.encode(text, add_special_tokens=False))
+    token_ids = [token for token in token_ids if token < vocab_size]
+    if len(set(token_ids)) < 20:
+        return random.Random(0).choices(range(vocab_size), k=count)  # noqa: S311 (no secret)
+    return [token_ids[number % len(token_ids)] for number in range(count)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.engine.self_check import Comparison, SelfCheck, worst_finding
+from kvmosaic.engine.self_check import Comparison, SelfCheck, ordinary_tokens, worst_finding
 from kvmosaic.engine.self_check.composed import check_composed, composed_prompts, moves
 from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.layout import arrange, dense
@@ -34,7 +34,6 @@ from kvmosaic.model.adapters import installed_adapters
 from kvmosaic.model.cpu.fused import Fused
 from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.loaded import LoadedModel
-from kvmosaic.model.ordinary_text import ordinary_tokens
 from kvmosaic.model.probe.adapter_layers import check_against_own_code
 from kvmosaic.model.probe.own_code import FusedCall, run_own_code
 from kvmosaic.model.probe.probe import record_calls

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvmosaic.engine.self_check import ordinary_tokens
 from kvmosaic.integrations.vllm.operations import Move, RepairedRun
-from kvmosaic.model.ordinary_text import ordinary_tokens
 
 NUM_TOKENS = 192
 HEAD_TOKENS = 17

@@ -1,64 +1,20 @@
-"""transformers as an engine (see `kvmosaic.assembly.ModelEngine`), and loading of its models."""
+"""Model loading: from a folder, file or hub name to a `LoadedModel`, with the dtype and device chosen."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
-from kvmosaic.attention import AttentionBackend, BackendName, ChosenBackend, PoolName, choose_backend
-from kvmosaic.config import EngineConfig
-from kvmosaic.engine.self_check import SelfCheck
-from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.errors import InvalidAdapter, InvalidConfig
 from kvmosaic.model.cpu.prepack import Prepack, let_file_go
 from kvmosaic.model.formats import LoadRequest, find_format
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.lora import merge, read_adapter
-from kvmosaic.model.runner import Runner
-
-max_cells = None
-no_codec_reason = ""
-
-
-def open_model(name: str | Path, *, num_threads: int | None, kv_cache_dtype: str, **options: Any) -> LoadedModel:
-    """Loads a model; see `load_model`."""
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    return load_model(name, **options)
-
-
-def choose_attention(model: LoadedModel, wanted: AttentionBackend | BackendName | None) -> ChosenBackend:
-    """The attention backend of a model, and why."""
-    return choose_backend(wanted, model.dtype, model.device, has_bias=model.has_bias)
-
-
-def check_model(model: LoadedModel, config: EngineConfig, backend: AttentionBackend) -> SelfCheck:
-    """Compares composed prompts with dense forwards."""
-    return run_self_check(model, backend)
-
-
-def build_runner(
-    model: LoadedModel, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: Any
-) -> Runner:
-    """Allocates the pools, and CUDA graphs for decoding where they can be used."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    runner = Runner(model, num_blocks, block_size, backend)
-    if model.device.type == "cuda" and not model.has_bias and not config.enforce_eager:
-        with suppress(ImportError):  # without Triton
-            from kvmosaic.attention.triton import TritonBackend
-            from kvmosaic.model.step_graphs import StepGraphs
-
-            if isinstance(backend, TritonBackend):
-                runner.graphs = StepGraphs(model, runner.storages, backend)
-    return runner
 
 
 def load_model(
