@@ -379,6 +379,7 @@ def test_bad_input_is_named_and_leaves_the_cache_as_it_was(model, name):
         chunk_separator="##",
         max_chunk_tokens=64,
         max_prompt_chunks=12,
+        long_chunks="error",
         position_strategy="shared",
         repair="none",
         oversized_prompts="error",

@@ -164,8 +164,8 @@ def test_prompt_in_the_place_of_the_model_is_answered_with_the_right_command(com
 def test_long_documents_are_refused_or_split(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("The kiln burns lime. " * 120)  # 2,520 tokens; the model has 2,048 positions
     arguments = ("plan", tiny_model, "--documents", tmp_path, "-q", "Why?")
-    assert "long_chunks" in run(*arguments).stderr
-    result = run(*arguments, "--long-chunks", "split")
+    assert "long_chunks" in run(*arguments, "--long-chunks", "error").stderr
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert "long (1/3)" in result.stdout
 

@@ -141,7 +141,8 @@ def test_documents_that_cannot_be_computed_do_not_stop_the_others(tiny_model: Pa
     (folder / "empty.txt").write_text(" ")
     (folder / "huge.txt").write_text("The kiln burns lime. " * 60)  # fits the model, but not into the pool
     (folder / "long.txt").write_text("The kiln burns lime. " * 120)
-    result = run("warm", tiny_model, folder, "--chunk-tier", url, "--chunk-cache-size", "200KiB", "--json")
+    small = ("--chunk-cache-size", "200KiB", "--long-chunks", "error")
+    result = run("warm", tiny_model, folder, "--chunk-tier", url, *small, "--json")
     done = json.loads(result.stdout)
     assert result.exit_code == 1 and (done["computed"], done["failed"], done["left"]) == (3, 4, 0)
     for name, why in {"broken": "not UTF-8", "empty": "has no text", "huge": "", "long": "2048"}.items():

@@ -141,7 +141,7 @@ def test_empty_segments_are_refused():
 
 
 def test_too_many_and_too_long_documents_are_refused_with_the_way_out():
-    encoder = make_encoder(settings=ChunkCacheConfig(max_prompt_chunks=2, max_chunk_tokens=4))
+    encoder = make_encoder(settings=ChunkCacheConfig(max_prompt_chunks=2, max_chunk_tokens=4, long_chunks="error"))
     with pytest.raises(TooManyChunks, match="more than 2 documents"):
         encoder.encode_documents(["a", "b", "c"])
     with pytest.raises(TooManyChunks, match=r"3 documents in one prompt .*raise max_prompt_chunks"):
@@ -310,7 +310,7 @@ def counting_encoder(settings=None, max_positions=None):
     ],
 )
 def test_a_text_that_can_never_fit_is_refused_before_all_of_it_is_tokenized(ask, error, words):
-    encoder = counting_encoder(ChunkCacheConfig(max_chunk_tokens=900, chunk_separator=None), max_positions=1_000)
+    encoder = counting_encoder(ChunkCacheConfig(max_chunk_tokens=900, long_chunks="error"), max_positions=1_000)
     text = "What is it? " * 500_000
     with pytest.raises(
         error, match=rf"has 60000\d\d characters, far more than the limit of (900|1000) tokens; .*{words}"
@@ -349,8 +349,15 @@ def test_texts_that_are_less_than_twice_too_long_are_told_their_tokens_as_ever(l
         encoder.encode(text)
 
 
+def test_only_documents_that_do_not_fit_as_a_whole_are_split():
+    encoder = PromptEncoder(None, ChunkCacheConfig(), vocab_size=9, max_positions=100)
+    prompts = [Prompt.from_tokens([1] * 10, [[2] * count], [3] * 5) for count in (50, 84, 85, 200)]
+    found = [[chunk.num_tokens for chunk in encoder.encode(prompt).chunks] for prompt in prompts]
+    assert found == [[50], [84], [45, 40], [45, 45, 45, 45, 20]]
+
+
 def test_nameless_documents_are_told_apart_by_their_number():
-    encoder = make_encoder(settings=ChunkCacheConfig(max_chunk_tokens=4))
+    encoder = make_encoder(settings=ChunkCacheConfig(max_chunk_tokens=4, long_chunks="error"))
     long, told = [9] * 5, r"the document number 3 \(it has no id\) has 5 tokens"
     with pytest.raises(ChunkTooLong, match=told) as raised:
         encoder.encode(Prompt.from_tokens([1], [[7], [8], long], [1]))
@@ -361,7 +368,7 @@ def test_nameless_documents_are_told_apart_by_their_number():
     with pytest.raises(ChunkTooLong, match="the chunk 'b' has") as raised:
         encoder.encode(Prompt.from_tokens([1], [[7], long], [1], names=["a", "b"]))
     assert raised.value.document == 1
-    encoder = make_encoder(CHATML, settings=ChunkCacheConfig(max_chunk_tokens=40))
+    encoder = make_encoder(CHATML, settings=ChunkCacheConfig(max_chunk_tokens=40, long_chunks="error"))
     with pytest.raises(ChunkTooLong, match="the document number 2 "):
         encoder.encode_chat([{"role": "user", "content": "?"}], ["a", "word " * 90, "b"])
 

@@ -49,12 +49,17 @@ def own_server(template: str | None, separator: str | None) -> Any:
 
 
 def renderer(
-    template: str | None, separator: str | None = None, find_documents: str = "none", **fields: Any
+    template: str | None,
+    separator: str | None = None,
+    find_documents: str = "none",
+    long_chunks: str = "split",
+    **fields: Any,
 ) -> Renderer:
     tokenizer, store = make_tokenizer(template), open_documents(FrontSettings())
     model = ServedModel(tokenizer, len(tokenizer), 4096, **fields)
     store.create(DEFAULT_TENANT, DocumentDraft("A stored text, which is long enough.", "Its title"), "stored")
-    return Renderer(model, FrontSettings(chunk_separator=separator, find_documents=find_documents), store)
+    settings = {"chunk_separator": separator, "find_documents": find_documents, "long_chunks": long_chunks}
+    return Renderer(model, FrontSettings(**settings), store)  # type: ignore[arg-type]
 
 
 def rewrite(front: Renderer, route: Any, how: How | None = None, **body: Any) -> dict[str, Any] | None:
@@ -357,7 +362,8 @@ def test_the_document_that_is_to_blame_is_named() -> None:
     error = told(renderer(CHATML), "chat", messages=MESSAGES, documents=["x", {"title": "y"}])
     assert error.param == "documents.1"
     far_too_long = ["", {"id": "y", "text": "word " * 20_000}]
-    assert told(renderer(CHATML), "chat", messages=MESSAGES, documents=far_too_long).param == "documents.1"
+    whole = renderer(CHATML, long_chunks="error")
+    assert told(whole, "chat", messages=MESSAGES, documents=far_too_long).param == "documents.1"
 
 
 @pytest.mark.parametrize("prompt", [["one", "two"], [1, 2, 3], [[1, 2]], 3, None, []])

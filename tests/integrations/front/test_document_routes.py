@@ -73,7 +73,8 @@ def test_warming_asks_for_the_document_as_later_requests_do(app: App, client: An
     assert client.get("/v1/documents/ferry").json()["hits"] == 1
 
 
-def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App, client: Any) -> None:
+def test_many_are_warmed_and_one_that_fails_stops_no_other(app: App) -> None:
+    client = app.client(long_chunks="error")
     for name in "ab":
         client.put(f"/v1/documents/{name}", json={"text": f"Text {name}."})
     app.report = {**REPORT, "documents": [{"action": "computed"}]}

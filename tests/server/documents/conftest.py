@@ -14,7 +14,7 @@ def documents_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docum
     lines = [f"- {{key: {key}, tenant: {tenant}}}" for tenant, key in KEYS.items() if tenant != "small"]
     path.write_text("\n".join([*lines, f"- {{key: {KEYS['small']}, tenant: small, quota: 640KiB}}"]))
     limits = {"max_documents": 50, "max_documents_bytes": 100_000}
-    with DocumentServer(keys_file=path, document_version_seconds=0, **limits) as running:
+    with DocumentServer(keys_file=path, document_version_seconds=0, long_chunks="error", **limits) as running:
         yield running
 
 

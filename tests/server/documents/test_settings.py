@@ -23,7 +23,7 @@ def client_of(server: DocumentServer) -> Client:
 
 def test_parts_of_a_split_document_are_described_pinned_and_dropped_together(splitting: DocumentServer) -> None:
     with client_of(splitting) as client:
-        client.store("x", "one two three. " * 60)
+        client.store("x", "one two three. " * 90)
         client.store("xy", "another text")
         client.ask({"id": "xy"})
         (done,) = client.post("/v1/documents/x:warm").json()["data"]
