@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,24 @@ def test_a_family_has_the_sizes_of_transformers() -> None:
     assert "the sizes that transformers gives 'llama'" in found["notes"][0]
 
 
-def test_the_plan_shows_memory_hit_rate_and_tiers(tiny_model: Path) -> None:
+def test_the_plan_is_three_numbers_and_a_line_to_copy(tiny_model: Path) -> None:
     text = plan(tiny_model, *ASKED, "--concurrency", "4", "--chunk-tier", "host:1GiB").stdout
-    for word in ("one token", "weights", "headroom", "requests", "they hold", "on the device", "and in the host tier"):
-        assert word in text
-    assert re.search(r"kvmosaic serve MODEL --chunk-cache-size \d+MiB --request-cache-size \d+MiB", text)
+    for word in ("weights", "documents", "host tier", "free"):
+        assert re.search(rf"^{word}  +\S", text, re.MULTILINE), text
+    line = next(line for line in text.splitlines() if line.startswith("kvmosaic serve"))
+    assert shlex.split(line)[2:4] == [str(tiny_model), "--chunk-cache-size"] and line.endswith(
+        " --chunk-tier host:1GiB"
+    )
+
+
+def test_a_cache_is_as_large_as_the_documents_need(tiny_model: Path) -> None:
+    asked = ("--device-memory", "80GiB", "--documents", "100", "--documents-per-prompt")
+    each = planned(tiny_model, *asked, "1")["memory"]["document_bytes"]
+    for per_prompt, copies in (("1", 1), ("5", 2)):
+        line = plan(tiny_model, *asked, per_prompt).stdout.partition("--chunk-cache-size ")[2]
+        assert line.split()[0] == f"{int(1.25 * copies * 100 * each) // 2**20}MiB"
+    small = plan(tiny_model, "--device-memory", "1GiB", "--documents", "100000").stdout
+    assert re.search(r"documents +[0-9,]+ +of 100,000 fit.* are found", small) and re.search(r"free +0 B", small)
 
 
 def test_given_weights_and_tiers_are_used(tiny_model: Path) -> None:

@@ -1,8 +1,10 @@
-"""Terminal output of a capacity plan: memory, and the hit rates of the device and its tiers."""
+"""Terminal output of a capacity plan: memory, what is found, and the command that serves it."""
 
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +17,7 @@ from kvmosaic.cache.plan import Plan, SpanPlan
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
 from kvmosaic.capacity.model_facts import dtype_here, memory_here, read_gguf_facts
 from kvmosaic.capacity.plan import blocks_of
-from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, parse_bytes
 from kvmosaic.console.model import memory_table
 from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
 
 _MIB = 2**20
-_MAX_KINDS = 12
-"""Maximum number of layer kinds listed."""
+_SPARE = 1.25
+"""Of a cache that holds all documents: so much more than they take."""
 
 
 def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand, *, as_json: bool = False) -> None:
@@ -45,9 +47,12 @@ def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand,
         print(json.dumps(plan.to_dict(), indent=2))
     else:
         console = Console()
-        for part in (_memory(plan), _found(plan), _about(plan), _notes(plan)):
-            console.print(part)
-            console.print()
+        console.print(_memory(plan))
+        console.print()
+        line = _serve_line(plan, options.config or opening.model, options.chunk_tier or ())
+        console.print(Text(line), soft_wrap=True)
+        for note in plan.notes:
+            console.print(Text(f"note: {one_line(note, 400)}", style="dim"))
 
 
 def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> CapacityPlan:
@@ -87,80 +92,49 @@ def _model(name: str, dtype: str, *, is_here: bool) -> ModelFacts:
     return model if here == model.dtype else read_model(name, dtype=here)
 
 
-def _table(*headings: str) -> Table:
-    """Returns a table whose columns are numeric except the first; without headings, the last is text, too."""
-    has_headings = any(headings)
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), show_header=has_headings)
-    for number, heading in enumerate(headings):
-        is_text = number == 0 or (not has_headings and number == len(headings) - 1)
-        style = "dim" if number == 0 and not has_headings else None
-        table.add_column(heading, style=style, justify="left" if is_text else "right", no_wrap=not is_text)
-    return table
-
-
 def _memory(plan: CapacityPlan) -> Table:
+    """What the weights take, how many documents fit and are found, and what stays free."""
     model, room, demand = plan.model, plan.room, plan.demand
     size = f"{model.num_parameters / 1e9:,.2f} billion" if model.num_parameters >= 1e8 else f"{model.num_parameters:,}"
-    table = _table("", "", "")
-    table.add_row("model", one_line(model.name), Text(f"{size} parameters, {model.dtype}"))
-    table.add_row("one token", size_text(model.kv_bytes_per_token), Text(_saving(plan)))
-    kinds = model.kinds()
-    for kind, count, num_bytes in kinds[:_MAX_KINDS]:
-        table.add_row("", Text(size_text(num_bytes), style="dim"), Text(f"{count} × {kind}", style="dim"))
-    if len(kinds) > _MAX_KINDS:
-        table.add_row("", "", Text(f"… {len(kinds) - _MAX_KINDS} kinds of layers more", style="dim"))
-    table.add_row()
-    table.add_row("device", size_text(room.device_bytes), "")
-    table.add_row("weights", size_text(room.weight_bytes), "")
-    table.add_row("headroom", size_text(room.headroom_bytes), Text("activations, driver: an assumption (--headroom)"))
-    requests = f"system text once, {demand.concurrency:,} × question and answer: {room.request_blocks:,} blocks"
-    table.add_row("requests", size_text(room.request_bytes), Text(requests))
-    blocks = f"{room.chunk_blocks:,} blocks of {room.block_size} tokens, {size_text(room.bytes_per_block)} each"
-    table.add_row("documents", size_text(room.chunk_bytes), Text(blocks))
-    waste = room.wasted_share(demand.tokens_per_document)
-    each = f"of {demand.documents:,}, {size_text(room.document_bytes)} each ({waste:.1%} of it empty)"
-    table.add_row("they hold", f"{room.resident:,}", Text(each))
-    return table
-
-
-def _serve_line(plan: CapacityPlan) -> str:
-    room = plan.room
-    sizes = f"--chunk-cache-size {room.chunk_bytes // _MIB}MiB --request-cache-size {-(-room.request_bytes // _MIB)}MiB"
-    block_size = f" --block-size {room.block_size}" if room.block_size != ChunkCacheConfig().block_size else ""
-    return f"kvmosaic serve MODEL {sizes}{block_size}"
-
-
-def _saving(plan: CapacityPlan) -> str:
-    model = plan.model
-    share = model.kv_bytes_per_token / max(model.kv_bytes_unshared, 1)
-    return f"{share:.1%} of a key head for every query head" if share < 0.99 else ""
-
-
-def _found(plan: CapacityPlan) -> Table:
-    room = plan.room
-    table = _table("what is kept", "documents", "each", f"documents found\n(zipf {plan.demand.zipf:g})")
-    kept = [("on the device", f"{room.resident:,}", room.document_bytes)]
-    for tier in plan.tiers:
-        number = "all" if tier.kept is None else f"{tier.kept:,}"
-        kept.append((f"and in the {tier.kind} tier", number, tier.entry_bytes))
-    for (name, number, num_bytes), stage in zip(kept, plan.stages, strict=True):
-        table.add_row(name, number, size_text(num_bytes), f"{stage.hit_rate:.1%}")
-    return table
-
-
-def _about(plan: CapacityPlan) -> Text:
-    demand = plan.demand
-    lines = (
-        f"prompt: {demand.system_tokens:,} + {demand.documents_per_prompt:,} × {demand.tokens_per_document:,} + "
-        f"{demand.question_tokens:,} tokens",
-        f"with the most popular documents pinned, {plan.best_hit_rate:.1%} would be found",
-        _serve_line(plan),
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify, no_wrap=justify == "right", style="dim" if not table.columns else None)
+    table.add_row(
+        "weights", size_text(room.weight_bytes), Text(f"{one_line(model.name)}: {size} parameters, {model.dtype}")
     )
-    return Text("\n".join(lines), style="dim")
+    fit = f"of {demand.documents:,} fit, {size_text(room.document_bytes)} each"
+    has_all = room.resident == demand.documents
+    rate = "" if has_all else f"; {plan.hit_rate:.1%} are found"
+    table.add_row("documents", f"{room.resident:,}", Text(f"{fit}{rate}"))
+    for tier, stage in zip(plan.tiers, plan.stages[1:], strict=True):
+        kept = "all" if tier.kept is None else f"{tier.kept:,}"
+        table.add_row(f"{tier.kind} tier", kept, Text(f"and {stage.hit_rate:.1%} are found"))
+    free = room.chunk_bytes - _documents_bytes(plan)
+    table.add_row(
+        "free",
+        size_text(free),
+        Text(f"of {size_text(room.device_bytes)}, beside {size_text(room.headroom_bytes)} headroom"),
+    )
+    return table
 
 
-def _notes(plan: CapacityPlan) -> Text:
-    return Text("\n".join(f"note: {one_line(note, 400)}" for note in plan.notes))
+def _documents_bytes(plan: CapacityPlan) -> int:
+    """The chunk cache for all documents, or the memory that there is for them.
+
+    One that begins a prompt and follows another in the next is kept twice.
+    """
+    copies = 2 if plan.demand.documents_per_prompt > 1 else 1
+    return min(plan.room.chunk_bytes, int(_SPARE * copies * plan.demand.documents * plan.room.document_bytes))
+
+
+def _serve_line(plan: CapacityPlan, name: str, tiers: Sequence[str]) -> str:
+    """The command that serves the model with these caches."""
+    room, line = plan.room, ["kvmosaic", "serve", name, "--chunk-cache-size", f"{_documents_bytes(plan) // _MIB}MiB"]
+    if room.request_bytes > parse_bytes(EngineConfig().request_cache_size):
+        line += ["--request-cache-size", f"{-(-room.request_bytes // _MIB)}MiB"]
+    if room.block_size != ChunkCacheConfig().block_size:
+        line += ["--block-size", str(room.block_size)]
+    return shlex.join([*line, *(part for tier in tiers for part in ("--chunk-tier", tier))])
 
 
 def show_plans(opening: ModelOptions, asking: PromptSource) -> None:
