@@ -70,13 +70,15 @@ def test_the_plan_is_three_numbers_and_a_line_to_copy(tiny_model: Path) -> None:
 
 
 def test_a_cache_is_as_large_as_the_documents_need(tiny_model: Path) -> None:
-    asked = ("--device-memory", "80GiB", "--documents", "100", "--documents-per-prompt")
-    each = planned(tiny_model, *asked, "1")["memory"]["document_bytes"]
-    for per_prompt, copies in (("1", 1), ("5", 2)):
-        line = plan(tiny_model, *asked, per_prompt).stdout.partition("--chunk-cache-size ")[2]
-        assert line.split()[0] == f"{int(1.25 * copies * 100 * each) // 2**20}MiB"
-    small = plan(tiny_model, "--device-memory", "1GiB", "--documents", "100000").stdout
-    assert re.search(r"documents +[0-9,]+ +of 100,000 fit.* are found", small) and re.search(r"free +0 B", small)
+    text = plan(tiny_model, "--device-memory", "80GiB", "--documents", "100").stdout
+    assert re.search(r"documents +100 +of 100 fit, 252 KiB each", text)
+    assert f" --chunk-cache-size {int(1.25 * 2 * 100 * 252 / 1024)}MiB" in text
+
+
+def test_what_does_not_fit_is_found_less_often(tiny_model: Path) -> None:
+    text = plan(tiny_model, "--device-memory", "1GiB", "--documents", "100000").stdout
+    assert re.search(r"documents +[0-9,]+ +of 100,000 fit, .*; [0-9.]+% are found", text)
+    assert re.search(r"free +0 B", text)
 
 
 def test_given_weights_and_tiers_are_used(tiny_model: Path) -> None:
