@@ -72,7 +72,7 @@ def test_file_may_expire(client: OpenAI) -> None:
         ("a.pdf", b"%PDF-1.4 nothing", "user_data", "not a PDF"),
         ("a.docx", b"PK\x03\x04", "user_data", "not a DOCX"),
         ("a.png", b"\x89PNG\xff", "user_data", "UTF-8"),
-        ("a.txt", b"word " * 5_000, "user_data", "--long-chunks split"),
+        ("a.txt", b"word " * 5_000, "user_data", "--chunk-cache-size"),
     ],
 )
 def test_file_that_cannot_be_read_is_refused_with_the_reason(

@@ -267,13 +267,18 @@ def test_parts_of_a_split_document_seldom_change_with_the_question(
 
     def parts(question: int) -> list[int]:
         prompt = Prompt.from_tokens([1, 2], [[3] * document], [4] * question)
-        return [chunk.num_tokens for chunk in encoder.encode(prompt).chunks]
+        try:
+            return [chunk.num_tokens for chunk in encoder.encode(prompt).chunks]
+        except PromptTooLong:
+            assert document > free and free - question < free // 6 + 2
+            return [document]
 
     short, long = (parts(min(length, free - 2)) for length in lengths)
     if max(lengths) <= free // 4:
         assert short == long
     assert sum(long) == sum(short) == document
-    assert max(long) + min(lengths[1], free - 2) <= free
+    room = free - min(lengths[1], free - 2)
+    assert max(long) <= room or (len(long) == 1 and room < free // 6 + 2)
 
 
 class CountingTokenizer(PieceTokenizer):

@@ -104,7 +104,7 @@ def test_clients_are_not_told_names_of_python(told: str, expected: str) -> None:
 
 
 def test_what_the_encoder_says_names_no_setting_of_python() -> None:
-    settings = ChunkCacheConfig(max_chunk_tokens=4, max_prompt_chunks=2)
+    settings = ChunkCacheConfig(max_chunk_tokens=4, max_prompt_chunks=2, long_chunks="error")
     encoder = PromptEncoder(None, settings, vocab_size=99, max_positions=8)
     for system, documents in (([1], [[1] * 5]), ([1], [[1], [2], [3]]), ([1] * 9, [[1]])):
         with pytest.raises(errors.InvalidPrompt) as raised:

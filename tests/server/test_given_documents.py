@@ -81,7 +81,8 @@ def test_a_stored_document_named_twice_is_read_once(server: RunningServer) -> No
 
 
 def test_numbers_in_sees_and_in_errors_are_those_of_the_body(server: RunningServer) -> None:
-    error = ask(server, documents=["", {"text": "word " * 20_000}]).json()["error"]
+    question = {"role": "user", "content": "word " * 1_950}  # leaves no room for parts
+    error = ask(server, documents=["", {"text": "word " * 5_000}], messages=[question]).json()["error"]
     assert error["param"] == "documents.1" and "do not count in numbers" in error["message"], error
     reply = ask(server, documents=[FERRY, MILL, {**ZOO, "sees": ["m"]}])
     assert reply.status_code == 400 and "several texts have this id" in reply.json()["error"]["message"]

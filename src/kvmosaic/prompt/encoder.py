@@ -466,7 +466,7 @@ class PromptEncoder:
         """Maximum tokens per part of a split chunk: usually half of the positions after the system prompt.
 
         A long question halves it to a quarter, or an eighth. It changes in such steps only: if a document's
-        parts changed with every question, they would never be cache hits.
+        parts changed with every question, they would never be cache hits. Nothing is split into smaller parts.
         """
         if self.max_positions is None:
             return MAX_POSITION
@@ -475,10 +475,8 @@ class PromptEncoder:
         free = room + sum(segment.num_tokens for segment in segments if segment.kind in changing)
         if room < 2:
             return self.max_positions
-        part = free // 2
-        while part > 1 and part > room * 3 // 4:
-            part //= 2
-        return max(part, 1)
+        parts = (free // 2, free // 4, max(free // 8, 1))
+        return next((part for part in parts if part <= room * 3 // 4), MAX_POSITION)
 
     def _free(self, segments: Sequence[Segment]) -> int:
         """The model's positions minus system prompt, texts and question."""

@@ -208,7 +208,7 @@ FAR_TOO_LONG = LONG * 40
 def test_a_document_that_is_too_long_is_told_by_its_place(text):
     import httpx
 
-    server = RunningServer(max_model_len=512, chunk_separator="##")
+    server = RunningServer(max_model_len=512, chunk_separator="##", long_chunks="error")
     with server, httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         for path, asked in (
             ("/v1/chat/completions", {"messages": MESSAGES}),
