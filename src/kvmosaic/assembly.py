@@ -105,6 +105,9 @@ class ModelEngine(Protocol):
     def check_model(self, model: Any, config: EngineConfig, backend: Any) -> SelfCheck:
         """Compares composed prompts with ordinary ones."""
 
+    def working_cells(self, num_blocks: Mapping[PoolName, int], block_size: int) -> int:
+        """Tokens that working memory has room for, beside the slots of both pools."""
+
     def build_runner(
         self, model: Any, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: Any
     ) -> StepRunner:
@@ -376,11 +379,9 @@ def build_engine(
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
-    num_cells = 0
-    if engine.max_cells is not None:
-        num_cells = request_blocks * config.block_size + min(chunk_blocks * config.block_size, engine.max_cells)
-    cached = (request_blocks + chunk_blocks) * bytes_per_block
-    check_fits(cached + num_cells * model.bytes_per_token(), model.device)
+    num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
+    num_tokens = sum(num_blocks.values()) * config.block_size + engine.working_cells(num_blocks, config.block_size)
+    check_fits(num_tokens * model.bytes_per_token(), model.device)
     kv_cache = KVCache(
         model.fingerprint,
         config,
@@ -389,7 +390,6 @@ def build_engine(
         prefix_caching=engine_config.enable_prefix_caching,
         bytes_per_block=bytes_per_block,
     )
-    num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
     runner = engine.build_runner(model, num_blocks, config.block_size, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:

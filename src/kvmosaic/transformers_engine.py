@@ -38,6 +38,11 @@ def check_model(model: LoadedModel, config: EngineConfig, backend: AttentionBack
     return run_self_check(model, backend)
 
 
+def working_cells(num_blocks: Mapping[PoolName, int], block_size: int) -> int:
+    """None: attention reads the pools."""
+    return 0
+
+
 def build_runner(
     model: LoadedModel, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: Any
 ) -> Runner:

@@ -49,6 +49,11 @@ def check_model(model: LlamaModel, config: EngineConfig, backend: object) -> Sel
     return check_llama(model, num_threads=_num_threads(config))
 
 
+def working_cells(num_blocks: Mapping[PoolName, int], block_size: int) -> int:
+    """All of the requests, and those of as many documents as `max_cells` allows."""
+    return num_blocks["request"] * block_size + min(num_blocks["chunk_cache"] * block_size, max_cells)
+
+
 def build_runner(
     model: LlamaModel, num_blocks: Mapping[PoolName, int], block_size: int, config: EngineConfig, backend: object
 ) -> LlamaRunner:
@@ -59,7 +64,7 @@ def build_runner(
         block_size,
         max_moved=min(model.max_positions, num_blocks["chunk_cache"] * block_size),
         num_threads=_num_threads(config),
-        max_cells=num_blocks["request"] * block_size + min(num_blocks["chunk_cache"] * block_size, max_cells),
+        max_cells=working_cells(num_blocks, block_size),
         max_rows=config.max_num_batched_tokens,
     )
 

@@ -152,8 +152,7 @@ class LlamaRunner:
         """Allocates the context again; cells come back when they are read."""
         with self._lock:
             if self.is_asleep:
-                self._context = self._context_of(num_cells=self.num_cells + TILE)
-                self.cells.replace_memory(self._context, self.num_cells)
+                self._open_context()
                 self.is_asleep = False
 
     def close(self) -> None:
@@ -209,9 +208,13 @@ class LlamaRunner:
         self.cells.save_all()
         self._context.close()
         self.num_cells = min(self._max_cells, max(2 * self.num_cells, needed))
+        self._open_context()
+        return True
+
+    def _open_context(self) -> None:
+        """Allocates `num_cells` again, after `Cells.save_all`."""
         self._context = self._context_of(num_cells=self.num_cells + TILE)
         self.cells.replace_memory(self._context, self.num_cells)
-        return True
 
     def _run_groups(self, groups: Sequence[_Group]) -> list[tuple[list[int], Logits]]:
         """Runs groups; returns the number of each row's group, and the logits, of each forward."""
