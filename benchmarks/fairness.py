@@ -40,9 +40,9 @@ from facts import RESULTS, save
 from rich.console import Console
 
 from kvmosaic.assembly import build_engine
+from kvmosaic.capabilities import MAX_PRIORITY
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine import Engine, Request, preemption, priorities
-from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams

@@ -173,14 +173,19 @@ def test_conversations_that_began_elsewhere_are_told() -> None:
     assert "another replica" in output.reuse.advice[0]
 
 
-def test_documents_in_messages_are_told() -> None:
+def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() -> None:
     llm, texts = LLM("reader"), [TOWER, MILL, "The Silver Heron was built in 1874. Its cargo is timber."]
+    told = []
     for number in range(6):
         order = texts[number % 3 :] + texts[: number % 3]
-        sources = "\n".join(f'<source id="{place}">{text}</source>' for place, text in enumerate(order))
-        said = asked(question=f"<context>\n{sources}\n</context>\nHow high is {number}?", system=f"Answer {number}.")
-        output = ask(llm, said=said)
-    assert "set find_documents='patterns'" in output.reuse.advice[0]
+        sources = "\n".join(f"[{place}] {text}" for place, text in enumerate(order))
+        said = asked(question=f"Read:\n{sources}\n\nHow high is {number}?", system=f"Answer {number}.")
+        told.append(ask(llm, said=said).reuse.advice)
+    assert told[0] == (
+        "3 documents seem to be part of the text (pattern numbered): with find_documents='patterns', or in the field "
+        "documents, they are computed once",
+    )
+    assert told[1] == () and "tokens of documents in the text of messages computed again" in told[-1][0]
     assert llm.engine.advisor.lost["unmarked"] > 100
 
 

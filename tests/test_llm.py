@@ -361,12 +361,16 @@ def test_documents_without_places_are_told_the_ways_out(llm):
         llm.chat(MESSAGES, GREEDY, documents=["x"], position_strategy="absolute")
 
 
-def test_documents_found_in_a_message_are_told_the_ways_out(llm):
+def test_documents_found_in_a_message_stay_text_where_they_cannot_be_placed_with_the_ways_out(llm):
     text = "The tower of Fenbury is forty metres high, and older than the town."
     message = f"Use the context.\n<doc>{text}</doc>\nHow high is the tower?"
     options = {"find_documents": "patterns", "position_strategy": "absolute"}
-    with pytest.raises(InvalidOffset, match=r"was found in a text \(pattern .*; set find_documents='none', or another"):
-        llm.chat([{"role": "user", "content": message}], GREEDY, **options)
+    found, plain = (
+        llm.chat([{"role": "user", "content": message}], GREEDY, **how)[0]
+        for how in (options, {"find_documents": "none"})
+    )
+    assert found.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert re.search(r"could not be .*\(pattern .*; set find_documents='none', or another", found.reuse.composition)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

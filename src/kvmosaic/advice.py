@@ -91,6 +91,8 @@ class _TenantHistory:
         self._orders = _Known(_MAX_KNOWN)
         self._questions = _Known(_MAX_KNOWN)
         self._unmarked = _Known(_MAX_KNOWN)
+        self.is_told = False
+        """Whether a reply said that documents seem to be part of the text."""
 
     def note_system(self, segment: Segment) -> None:
         """Compares a system text with the one before it."""
@@ -143,14 +145,22 @@ class _TenantHistory:
             return "order"
         return None if is_known else "other_replica"
 
-    def unmarked_tokens(self, segment: Segment, reuse: SegmentReuse) -> int:
-        """Computed tokens of documents that an ordinary prompt holds as text, and an earlier one held, too."""
+    def note_unmarked(self, segment: Segment, reuse: SegmentReuse) -> tuple[int, tuple[str, ...]]:
+        """Computed tokens of documents that an ordinary prompt holds as text, and an earlier one held, too.
+
+        Also what to tell with the first prompt that holds several.
+        """
         text = (segment.text or "")[:_MAX_CHARACTERS]
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
-            return 0
-        documents = (text[found.start : found.end] for found in _ANY_PATTERN.find(text))
+            return 0, ()
+        found = _ANY_PATTERN.find(text)
+        documents = [text[each.start : each.end] for each in found]
+        told: tuple[str, ...] = ()
+        if len(found) > 1 and not self.is_told:
+            self.is_told = True
+            told = (f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}",)
         known = sum(len(document) for document in documents if self._unmarked.put(hash(document)) is not None)
-        return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
+        return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens), told
 
     def count(self, reason: LostReason, num_tokens: int) -> None:
         """Counts what one request lost for a reason."""
@@ -163,7 +173,8 @@ class _TenantHistory:
 
     def advice(self, reason: LostReason) -> str:
         """What was lost for a reason, and what to do."""
-        lost = f"{self.lost[reason]} tokens computed again in {self.lost_requests[reason]} requests"
+        what = " of documents in the text of messages" if reason == "unmarked" else ""
+        lost = f"{self.lost[reason]} tokens{what} computed again in {self.lost_requests[reason]} requests"
         if reason == "system_text":
             return f"{lost}: {self._system_advice()}"
         return f"{lost}: {_ADVICE[reason]}"
@@ -189,8 +200,7 @@ _ADVICE: Mapping[str, str] = {
     "out of the documents' texts, or write them into the question",
     "order": "documents of a conversation came in another order than in its earlier turns, which saw them at other "
     "positions; send them in the same order, or set position_strategy='shared'",
-    "unmarked": "documents are part of the text of messages; set find_documents='patterns', or send them in the field "
-    "documents",
+    "unmarked": "with find_documents='patterns', or in the field documents, they are computed once",
     "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
     "route a conversation to one replica",
 }
@@ -214,9 +224,9 @@ class ReuseAdvisor:
         history = self._history(prompt.tenant)
         history.num_tokens += reuse.num_tokens
         lost: Counter[LostReason] = Counter()
-        segments = list(reuse.segments)
+        segments, told = list(reuse.segments), tuple[str, ...]()
         if prompt.is_plain:
-            lost["unmarked"] = history.unmarked_tokens(prompt.segments[0], segments[0])
+            lost["unmarked"], told = history.note_unmarked(prompt.segments[0], segments[0])
         elif prompt.chunks:
             history.num_requests += 1
             history.note_system(prompt.segments[0])
@@ -228,7 +238,7 @@ class ReuseAdvisor:
             loss = history.history_loss(prompt.chunks, prompt.segments[-1], segments[-1])
             if loss is not None:
                 lost[loss] += prompt.segments[-1].history_tokens
-        return replace(reuse, segments=tuple(segments), advice=self._advise(prompt.tenant, history, lost))
+        return replace(reuse, segments=tuple(segments), advice=told + self._advise(prompt.tenant, history, lost))
 
     def _advise(self, tenant: str, history: _TenantHistory, lost: Counter[LostReason]) -> tuple[str, ...]:
         lost = Counter({reason: count for reason, count in lost.items() if count})

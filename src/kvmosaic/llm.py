@@ -32,13 +32,13 @@ from kvmosaic.assembly import (
 )
 from kvmosaic.attention import BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
+from kvmosaic.capabilities import check_priority
 from kvmosaic.chunks import ChunkHandle, ChunkStore
 from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for
 from kvmosaic.engine.self_check import SelfCheck
-from kvmosaic.engine_protocol import check_priority
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
@@ -229,7 +229,7 @@ class LLM:
 
     def _keep_unsaid(self) -> None:
         """Sets what the caller did not say and this model needs otherwise than most."""
-        kept: dict[str, Any] = {"preamble": "all", "chunk_context": "system"}
+        kept: dict[str, Any] = {"preamble": "all", "chunk_context": "system", "find_documents": "none"}
         if self.model.is_movable:
             kept = {"chunk_context": "system"} if usual_context(self.model) == "system" else {}
         # otherwise, after the rest of a system text or companions, documents would be read elsewhere than computed
@@ -323,8 +323,8 @@ class LLM:
                 three documents of the same kind that the prompt does not contain.
             documents_order: "any" lets the cache choose which documents come first, so that the fewest tokens are
                 computed; instead of the configured one.
-            find_documents: "patterns", "none" or names of patterns: documents in the text of messages, instead of the
-                configured ones.
+            find_documents: "auto", "patterns", "none" or names of patterns: documents in the text of messages, instead
+                of the configured ones.
             adapter: name of the adapter that computes them; "": the base model; None: the default, see `LLM`.
             progress: called after every finished conversation.
 

@@ -10,8 +10,8 @@ from support.copying_engine import CopyingEngine
 from support.engine_conformance import Reference, each_case, run_case
 from support.engines import build_engine
 from support.families import build
+from support.inference_engine import InferenceEngine
 
-from kvmosaic.engine_protocol import InferenceEngine
 from kvmosaic.model import LoadedModel
 
 

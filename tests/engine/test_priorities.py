@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.clocked import NO_AGING, NO_GAP, World, policy
 from support.engines import GREEDY
 
+from kvmosaic.capabilities import MAX_PRIORITY
 from kvmosaic.engine import Request
 from kvmosaic.engine.preemption import in_order
 from kvmosaic.engine.priorities import AGING_SECONDS, class_of, sort_key_of
-from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
 from kvmosaic.prompt import Prompt
 

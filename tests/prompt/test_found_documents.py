@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from kvmosaic.prompt.found_documents import (
     FoundDocument,
     split_at_documents,
 )
-from kvmosaic.prompt.patterns import PATTERNS, OwnPattern, document_finder, read_find_documents
+from kvmosaic.prompt.patterns import HINTS, PATTERNS, OwnPattern, document_finder, read_find_documents
 from kvmosaic.prompt.text_pieces import foreign, joined, template
 
 TOWER = "The tower of Fenbury is forty metres high, and older than the town."
@@ -83,6 +85,15 @@ def headings(documents: list[str]) -> str:
     return f"\n        Given these documents, answer.\n        Documents:\n        {inner}\n\n        Question: Why?\n"
 
 
+def numbered(documents: list[str]) -> str:
+    inner = "".join(f"## Document {number}\n{each}\n\n" for number, each in enumerate(documents, 1))
+    return f"Answer from these.\n\n{inner}Why?"
+
+
+def json_list(documents: list[str]) -> str:
+    return f"Use these: {json.dumps([{'id': i, 'text': each} for i, each in enumerate(documents)])}\nWhy?"
+
+
 WRITERS = {
     "open-webui": open_webui,
     "anthropic": anthropic,
@@ -93,7 +104,10 @@ WRITERS = {
     "langchain": langchain,
     "context-tags": context_tags,
     "headings": headings,
+    "numbered": numbered,
+    "json": json_list,
 }
+LOOSE = {"context-tags", "headings", "numbered", "json"}
 
 
 def test_every_pattern_is_tried() -> None:
@@ -103,11 +117,35 @@ def test_every_pattern_is_tried() -> None:
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1,)])
 def test_documents_of_a_template_are_found_in_any_order(name: str, order: tuple[int, ...]) -> None:
-    documents = [DOCUMENTS[index] for index in order]
+    if name == "numbered" and len(order) == 1:
+        assert found_in(numbered([TOWER])) == []
+        return
+    documents = [DOCUMENTS[index].replace("\n", " ") for index in order]
     text = WRITERS[name](documents)
     assert found_in(text) == documents
+    assert found_in(text, document_finder(("auto",), None)) == ([] if name in LOOSE else documents)
+    assert any(hint in text for hint in HINTS) or name in LOOSE
     assert found_in(text, document_finder((name,), None)) == documents
     assert {each.origin for each in ALL.find(text)} == {f"pattern {name}"}
+
+
+@pytest.mark.parametrize("mark", ["[{}] ", "Document {}: ", "Document [{}]\n", "### Source {}\n", "Passage ({}): "])
+@pytest.mark.parametrize("first", [0, 1])
+def test_documents_are_numbered_in_one_way(mark: str, first: int) -> None:
+    def written(documents: list[str]) -> str:
+        inner = "\n".join(mark.format(number) + each for number, each in enumerate(documents, first))
+        return f"Answer in 3 sentences. [4] is not one.\n{inner}\n\nWhy?"
+
+    assert found_in(written(DOCUMENTS)) == DOCUMENTS
+    quoting = [TOWER, f"{BRIDGE}\n[17] A note.\n## Document 9\nAnother.", MILL]
+    assert found_in(written(quoting)) == quoting
+    assert found_in(f"Do this:\n1. {TOWER}\n2. {MILL}\n") == []
+
+
+def test_the_texts_of_a_json_list_are_found_whatever_they_hold() -> None:
+    texts = [f'{TOWER} "quoted"', MILL + " \\", BRIDGE]
+    text = json.dumps({"results": [{"rank": rank, "page_content": each} for rank, each in enumerate(texts)]}, indent=2)
+    assert found_in(text) == [json.dumps(each)[1:-1].removesuffix("\\\\").strip() for each in texts]
 
 
 def test_a_name_in_the_text_is_the_name_of_the_document() -> None:
@@ -150,6 +188,8 @@ HOSTILE = {
     "lines": "Context information is below.\n" + ("-" * 21 + "\n") * 10_000,
     "empty lines": "<context>\n" + "\n\n" * 20_000 + "\n</context>",
     "headings": "\nContext: " * 10_000 + "\nQuestion:",
+    "numbers": "\n[1] a\n[2] b" * 10_000,
+    "quotes": '"text":"' * 10_000 + "\\" * 100_000,
     "spaces": "<source>a</source>" + " " * 100_000,
 }
 

@@ -14,7 +14,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_fields import MAX_FILE_BYTES
 from kvmosaic.server.options import panel_of, serve_app
-from kvmosaic.server.read import flag_of, read_settings, variable_of
+from kvmosaic.server.read import ARGUMENTS, flag_of, read_settings, variable_of
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 SECRET = "sk-nobody-may-read-this"
@@ -72,7 +72,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
     ("flags", "said"),
     [
         ({"port": "99999"}, "--port is '99999'; it must be at most 65535"),
-        ({"find_documents": "all"}, "--find-documents is 'all'; choose 'none', or some of patterns, stored"),
+        ({"find_documents": "all"}, "--find-documents is 'all'; choose 'none', or some of auto, patterns, stored"),
         ({"preamble": "Today"}, "--preamble is 'Today'; choose 'auto', 'all'"),
         ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint is 'localhost:4317'; it must be the URL"),
         ({"port": "http"}, "--port is 'http'; it must be a whole number"),
@@ -325,7 +325,7 @@ def test_help_lists_every_setting_in_its_group_without_torch_and_fastapi() -> No
     )
     assert result.stdout.splitlines()[-1] == "0 set()"
     for name, field in ServerSettings.model_fields.items():
-        is_flag = name != "model" and not is_variable_only(field)
+        is_flag = name not in ARGUMENTS and not is_variable_only(field)
         assert (f" {flag_of(name)} " in result.stdout) == is_flag, name
         assert f"─ {panel_of(field)} ─" in result.stdout
 

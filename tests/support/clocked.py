@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from kvmosaic.capabilities import MAX_PRIORITY
 from kvmosaic.engine import Engine, Request, preemption, priorities
-from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvmosaic.capabilities import Capability, EngineCapabilities
 from kvmosaic.engine import Engine
-from kvmosaic.engine_protocol import Capability, EngineCapabilities, EngineRequest, InferenceEngine
 from kvmosaic.errors import (
     EngineStopped,
     InvalidConfig,
@@ -36,6 +36,7 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import RequestOutput, SamplingParams, StructuredOutputs
 from support.engines import dense_logits
+from support.inference_engine import EngineRequest, InferenceEngine
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "repair": "none"}
 SYSTEM = list(range(2, 9))

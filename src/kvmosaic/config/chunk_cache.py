@@ -108,12 +108,12 @@ class ChunkCacheConfig:
         "all, a number of tokens, before:TEXT or pattern:REGEX.",
     )
     find_documents: str = _cache(
-        "none",
+        _AUTO,
         check=read_find_documents,
         max_length=256,
         metavar="NAMES",
-        help="Documents pasted into a message: patterns (templates of well-known applications, or some by name), "
-        "stored (stored documents, by their text), or several, separated by commas.",
+        help="Documents pasted into a message: auto (by the templates of well-known applications), patterns (lists and "
+        "paragraphs, too; or some by name), stored (stored documents, by their text), several with commas, or none.",
     )
     document_pattern: str | None = _cache(
         None,

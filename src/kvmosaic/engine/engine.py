@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
+from kvmosaic.capabilities import Capability, EngineCapabilities, check_priority
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
@@ -21,7 +22,6 @@ from kvmosaic.engine.rolling_window import check_memory, window_of
 from kvmosaic.engine.scheduler import Scheduler
 from kvmosaic.engine.sleep import SleepState
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine_protocol import Capability, EngineCapabilities, InferenceEngine, check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, InvalidSampling, QueueFull, RequestTooLarge
 from kvmosaic.layout import ChunkContext, Layout
 from kvmosaic.prompt import Prompt, check_length
@@ -48,7 +48,7 @@ def capabilities_of(model: EngineModel, max_positions: int | None) -> EngineCapa
 logger = logging.getLogger("kvmosaic")
 
 
-class Engine(InferenceEngine):
+class Engine:
     """Runs requests together: continuous batching over composed prompts.
 
         add_request ──▶ scheduler ──▶ step ──▶ runner (one forward) ──▶ sampler ──▶ answers

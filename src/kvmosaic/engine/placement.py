@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -17,7 +17,7 @@ from kvmosaic.engine.request_repair import (
     why_not_repaired,
 )
 from kvmosaic.engine.rolling_window import check_positions
-from kvmosaic.errors import InvalidOffset, InvalidPrompt, NotMovable, PromptTooLong
+from kvmosaic.errors import InvalidOffset, InvalidPrompt, KVMosaicError, NotMovable, PromptTooLong
 from kvmosaic.layout import (
     BASE_MODEL,
     IN_FULL,
@@ -184,8 +184,26 @@ class Placer:
             window: rolling window of the text.
 
         Raises:
-            InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`.
+            InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`. Not where all
+                documents were found in text: then they are text.
         """
+        how: dict[str, Any] = {"repair": repair, "strategy": strategy, "context": context, "window": window}
+        try:
+            return self._place(prompt, **how)
+        except KVMosaicError as error:
+            if not prompt.is_found:
+                raise
+            ordinary = self._place(prompt.joined(), **how)
+            return replace(ordinary, remark=f"documents in its text could not be composed: {error}")
+
+    def _place(
+        self,
+        prompt: Prompt,
+        repair: str | RepairPolicy | None,
+        strategy: str | None,
+        context: ChunkContext | None,
+        window: RollingWindow | None,
+    ) -> PlacedPrompt:
         begin = self._clock()
         policy = self.repair if repair is None else repair_policy(repair)
         if prompt.is_plain:

@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache, SpanAllocation
+from kvmosaic.capabilities import MAX_PRIORITY
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.admission import Admission, WaitingQueue
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
@@ -26,7 +27,6 @@ from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
-from kvmosaic.engine_protocol import MAX_PRIORITY
 from kvmosaic.errors import OutOfBlocks
 
 if TYPE_CHECKING:

@@ -35,19 +35,12 @@ CHUNK_TOKENS = _family(
 )
 CHUNK_EVICTIONS = _family("chunk_evictions", "counter", "Chunks evicted.")
 LOST_REUSE_TOKENS = _family(
-    "lost_reuse_tokens",
-    "counter",
-    "Tokens that were computed and could have been cache hits, by `reason`.",
-    "reason",
+    "lost_reuse_tokens", "counter", "Tokens that were computed and could have been cache hits, by `reason`.", "reason"
 )
 CHUNKS_CACHED = _family("chunk_entries", "gauge", "Chunks in the cache, also unfinished ones.")
 CHUNKS_PINNED = _family("chunk_pinned_entries", "gauge", "Of these, pinned.")
 CHUNK_LOOKUP_SECONDS = _family("chunk_lookup_seconds", "summary", "To look up one document.")
-CHUNK_ALLOCATE_SECONDS = _family(
-    "chunk_allocate_seconds",
-    "summary",
-    "To allocate one prompt.",
-)
+CHUNK_ALLOCATE_SECONDS = _family("chunk_allocate_seconds", "summary", "To allocate one prompt.")
 CHUNK_COMPUTE_SECONDS = _family(
     "chunk_compute_seconds", "summary", "To compute one missing document: its share of its steps."
 )
@@ -106,20 +99,12 @@ TENANT_BYTES = _family(
     'Bytes of cached chunks of a tenant; after the first 32, tenants share "(others)".',
     "tenant",
 )
-TENANT_QUOTA = _family(
-    "tenant_quota_bytes",
-    "gauge",
-    "Quota of a tenant, if it has one.",
-    "tenant",
-)
+TENANT_QUOTA = _family("tenant_quota_bytes", "gauge", "Quota of a tenant, if it has one.", "tenant")
 DOCUMENTS = _family("documents", "gauge", "Documents stored at /v1/documents.")
 DOCUMENT_BYTES = _family("document_bytes", "gauge", "Bytes of their texts.")
 
 PREEMPTIONS = _family(
-    "preemptions",
-    "counter",
-    "Preempted answers, by `kind`: recompute or swap (to host memory and back).",
-    "kind",
+    "preemptions", "counter", "Preempted answers, by `kind`: recompute or swap (to host memory and back).", "kind"
 )
 SWAPPED_BYTES = _family("swapped_bytes", "counter", "Bytes swapped, by `direction`: out or in.", "direction")
 SWAP_SPACE_BYTES = _family("swap_space_bytes", "gauge", "Bytes of preempted answers in host memory.")
@@ -131,10 +116,7 @@ QUEUE_SECONDS = _family(
     bounds=family.REQUEST_LATENCY,
 )
 PROMPT_TOKENS = _family(
-    "prompt_tokens",
-    "counter",
-    "As vllm:prompt_tokens, by `action`: reused, moved, or computed.",
-    "action",
+    "prompt_tokens", "counter", "As vllm:prompt_tokens, by `action`: reused, moved, or computed.", "action"
 )
 REPAIRS = _family(
     "repairs",
@@ -179,9 +161,7 @@ ENGINE_UP = _family(
 ENGINE_ASLEEP = _family("engine_asleep", "gauge", "1 while the server sleeps.")
 DRAINING = _family("draining", "gauge", "1 while the server finishes requests and takes no new ones.")
 SNAPSHOT_AGE = _family(
-    "snapshot_age_seconds",
-    "gauge",
-    "Age of the numbers of the caches, published after each step; 0 while idle.",
+    "snapshot_age_seconds", "gauge", "Age of the numbers of the caches, published after each step; 0 while idle."
 )
 COMPOSITION = _family(
     "composition_info",

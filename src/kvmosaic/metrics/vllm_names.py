@@ -32,10 +32,7 @@ REQUEST_SUCCESS = _family(
     label="finished_reason",
 )
 TIME_TO_FIRST_TOKEN = _family(
-    "time_to_first_token_seconds",
-    "histogram",
-    "From arrival to the first token.",
-    family.TIME_TO_FIRST_TOKEN,
+    "time_to_first_token_seconds", "histogram", "From arrival to the first token.", family.TIME_TO_FIRST_TOKEN
 )
 INTER_TOKEN_LATENCY = _family(
     "inter_token_latency_seconds",
@@ -71,8 +68,5 @@ REQUEST_GENERATION_TOKENS = _family(
     "request_generation_tokens", "histogram", "Tokens of all answers of a request.", family.TOKENS
 )
 REQUEST_COMPUTED_TOKENS = _family(
-    "request_prefill_kv_computed_tokens",
-    "histogram",
-    "Tokens of a prompt that were computed.",
-    family.TOKENS,
+    "request_prefill_kv_computed_tokens", "histogram", "Tokens of a prompt that were computed.", family.TOKENS
 )

@@ -27,7 +27,7 @@ from kvmosaic.prompt.found_documents import (
     with_documents,
 )
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.patterns import document_finder, read_find_documents
+from kvmosaic.prompt.patterns import ONLY_AUTO, document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
     PreambleRule,
     placed,
@@ -153,7 +153,8 @@ class PromptEncoder:
         if isinstance(prompt, str):
             prompt = Prompt.from_text(prompt, self.settings.chunk_separator, salt=salt)
             finder = self._finder if finder is None else finder
-            if not finder.is_empty and prompt.is_plain and not self._is_joining:
+            is_searched = not finder.is_empty and not finder.is_for_chats
+            if is_searched and prompt.is_plain and not self._is_joining:
                 found = with_documents(prompt, finder, self.settings.max_prompt_chunks)
                 return self._splitting().encode(found, control_tokens=control_tokens, preamble=preamble)
         elif not isinstance(prompt, Prompt):
@@ -329,11 +330,11 @@ class PromptEncoder:
                 conversations if the tokenizer has a chat template.
             preamble: that of the later prompts, if not that of the settings.
             find_documents: that of the later prompts, if they have the documents in their texts: then a chunk is the
-                document's text alone, without its title and the template's format. None: they pass documents.
+                document's text alone, without its title and the template's format. None, "auto": they pass documents.
             template_options: as for `encode_chat`.
         """
         read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
-        is_found = bool(read_find_documents(find_documents or ()))
+        is_found = read_find_documents(find_documents or ()) not in ((), ONLY_AUTO)
         if chat is None:
             chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
         if not chat:

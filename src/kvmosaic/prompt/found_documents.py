@@ -28,11 +28,10 @@ from kvmosaic.container import check_cpu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document
 from kvmosaic.prompt.message import is_system
-from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.segment import PLACED, Prompt, Segment, SegmentKind
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, template
 from kvmosaic.prompt.tokenizer import Encoded
 
-ORIGIN = "placed"
 _EMPTY_LINE = "\n\n"
 
 
@@ -72,7 +71,7 @@ def placed_content(parts: Iterable[str | Document]) -> tuple[str, tuple[FoundDoc
             gap = _EMPTY_LINE if is_document else "\n"
         start = length + len(gap)
         if isinstance(part, Document):
-            place = FoundDocument(start, start + len(text), ORIGIN, part.name, part.priority)
+            place = FoundDocument(start, start + len(text), PLACED, part.name, part.priority)
             places.append(place)
         texts += [gap, text]
         length, before = start + len(text), text
@@ -130,6 +129,8 @@ class DocumentFinder:
     searches: tuple[TextSearch, ...]
     placed: TextSearch | None = None
     """Finds what the request placed there, which counts first, whatever its length."""
+    is_for_chats: bool = False
+    """Whether it searches conversations only."""
 
     @property
     def is_empty(self) -> bool:

@@ -76,7 +76,38 @@ class RegionPattern:
         yield FoundDocument(start, end, f"pattern {self.name}")
 
 
-PATTERNS: Mapping[str, TaggedPattern | RegionPattern] = {
+@dataclass(frozen=True, slots=True)
+class NumberedPattern:
+    """Documents that are numbered from 0 or 1, all in the same way: `[1] …`, `## Document 1`.
+
+    The next number ends a document, an empty line the last one.
+    """
+
+    name: str
+    opening: re.Pattern[str]
+    """The groups "before", "number" and "after"; what is around the number is that of the first."""
+
+    def find(self, text: str) -> Iterator[FoundDocument]:
+        """The documents in a text, in order; none if there is only one number."""
+        first = next((each for each in self.opening.finditer(text) if int(each["number"]) <= 1), None)
+        if first is None:
+            return
+        marks = [first]
+        for each in self.opening.finditer(text, first.end()):
+            if (int(each["number"]), each["before"], each["after"]) == (
+                int(first["number"]) + len(marks),
+                first["before"],
+                first["after"],
+            ):
+                marks.append(each)
+        last = _EMPTY_LINE.search(text, marks[-1].end())
+        ends = [*(each.start() for each in marks[1:]), last.start() if last else len(text)]
+        if len(marks) > 1:
+            for mark, end in zip(marks, ends, strict=True):
+                yield FoundDocument(mark.end(), end, f"pattern {self.name}")
+
+
+PATTERNS: Mapping[str, TaggedPattern | RegionPattern | NumberedPattern] = {
     pattern.name: pattern
     for pattern in (
         TaggedPattern(
@@ -129,6 +160,19 @@ PATTERNS: Mapping[str, TaggedPattern | RegionPattern] = {
             re.compile(r"(?:^|\n)[ \t]{0,64}(?:Context|Documents|Sources|Passages):[ \t]{0,64}"),
             ("\n\nQuestion:", "\nQuestion:", "\nQuery:", "\nAnswer:", "Question:", "Query:", "Answer:"),
         ),
+        NumberedPattern(
+            "numbered",
+            re.compile(
+                r"(?:(?<=\n)|^)(?P<before>#{0,6}[ \t]{0,4}"
+                r"(?:\[|(?:Document|Source|Passage|Result|Chunk)[ \t]{1,4}[\[(#]?))"
+                r"(?P<number>[0-9]{1,4})(?P<after>\]?\)?[:.]?)(?=\s)"
+            ),
+        ),
+        TaggedPattern(
+            "json",
+            re.compile(r'"(?:text|content|page_content|body|snippet)"\s{0,8}:\s{0,8}"'),
+            re.compile(r'(?<!\\)(?:\\\\)*"'),
+        ),
     )
 }
 """Templates of applications, by name."""
@@ -141,7 +185,7 @@ class TemplatePatterns:
     Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`.
     """
 
-    patterns: tuple[TaggedPattern | RegionPattern, ...]
+    patterns: tuple[TaggedPattern | RegionPattern | NumberedPattern, ...]
 
     def find(self, text: str) -> list[FoundDocument]:
         """The documents in a text, in order."""
@@ -205,21 +249,30 @@ class OwnPattern:
 
 
 FindDocuments = tuple[str, ...]
-"""Ways of finding documents: "stored", "patterns", or names of patterns."""
+"""Ways of finding documents: "auto", "stored", "patterns", or names of patterns."""
+ONLY_AUTO: FindDocuments = ("auto",)
+HINTS = (
+    "<source id=", "<document", "<doc", "[CONTEXT ", "── Content:", "ontext information ", "more context below.",
+    "Use the following pieces of ",
+)  # fmt: skip
+"""One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
+_LOOSE = frozenset({"context-tags", "headings", "numbered", "json"})
+"""Patterns that other texts than those of a template may match, too; `auto` leaves them out."""
 
 
 def read_find_documents(value: object) -> FindDocuments:
     """Reads the setting `find_documents`.
 
     Args:
-        value: names, separated by commas or in a list: "patterns" (all of `PATTERNS`), names of patterns, "stored"
-            (stored documents are searched in the text); "" or "none": documents are not searched.
+        value: names, separated by commas or in a list: "auto" (templates that nothing else looks like), "patterns"
+            (all of `PATTERNS`), names of patterns, "stored" (stored documents are searched in the text); "" or "none":
+            documents are not searched.
 
     Raises:
         InvalidConfig: anything else.
     """
     names: Any = value.split(",") if isinstance(value, str) else value
-    known = ("patterns", "stored", *PATTERNS)
+    known = ("auto", "patterns", "stored", *PATTERNS)
     is_list = isinstance(names, list | tuple) and len(names) <= len(known)
     if is_list and all(isinstance(name, str) for name in names):
         said = tuple(dict.fromkeys(name.strip() for name in names))
@@ -233,14 +286,18 @@ def read_find_documents(value: object) -> FindDocuments:
 
 
 def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextSearch | None = None) -> DocumentFinder:
-    """The finder for what `find_documents` chooses.
+    """The finder for what `find_documents` chooses; `auto` alone searches conversations, and no other texts.
 
     Args:
         names: the choice; without any, nothing is found.
-        own_pattern: goes first with "patterns".
+        own_pattern: goes first with "auto" and "patterns".
         stored: searches stored documents; where they overlap with what a pattern finds, they count.
     """
+    is_auto, are_all = "auto" in names, "patterns" in names
     searches = (stored,) if stored is not None and "stored" in names else ()
-    chosen = tuple(pattern for name, pattern in PATTERNS.items() if name in names or "patterns" in names)
-    own = (OwnPattern(own_pattern),) if own_pattern and "patterns" in names else ()
-    return DocumentFinder((*searches, *own, *((TemplatePatterns(chosen),) if chosen else ())))
+    chosen = tuple(
+        pattern for name, pattern in PATTERNS.items() if name in names or are_all or (is_auto and name not in _LOOSE)
+    )
+    own = (OwnPattern(own_pattern),) if own_pattern and (is_auto or are_all) else ()
+    templates = (TemplatePatterns(chosen),) if chosen else ()
+    return DocumentFinder((*searches, *own, *templates), is_for_chats=names == ONLY_AUTO)

@@ -27,6 +27,8 @@ MAX_SALT_CHARACTERS = 4_096
 MAX_TENANT_CHARACTERS = 256
 MAX_ADAPTER_CHARACTERS = 256
 MAX_DOCUMENTS = 10**6
+PLACED = "placed"
+"""The origin of documents that a request places between texts of its messages."""
 
 
 class SegmentKind(StrEnum):
@@ -102,7 +104,7 @@ class Segment:
     number: int | None = field(default=None, compare=False)
     """Chunks of a prompt with several documents: index of its document, from 0."""
     origin: str = field(default="", compare=False)
-    """Documents found in text: how, as in "pattern open-webui"."""
+    """Documents found in text: how, as in "pattern open-webui", or `PLACED`."""
     remark: str = field(default="", compare=False)
     """What its row of the report says besides."""
 
@@ -245,6 +247,11 @@ class Prompt:
             InvalidPrompt: a segment is a text that is not tokenized yet.
         """
         return sum(segment.num_tokens for segment in self.segments)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it has documents, all of them found in its text."""
+        return bool(self.chunks) and all(chunk.origin not in ("", PLACED) for chunk in self.chunks)
 
     def joined(self) -> Prompt:
         """All segments as one ordinary prompt of exactly their tokens; for texts see `PromptEncoder.joining`.

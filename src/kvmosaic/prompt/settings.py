@@ -60,7 +60,7 @@ class PromptOptions:
     long_chunks: Literal["error", "split", "sections"] = "split"
     max_section_tokens: int = 1_024
     preamble: str | int = "auto"
-    find_documents: str = "none"
+    find_documents: str = "auto"
     document_pattern: str | None = None
     companions: str | tuple[str, ...] = BUNDLED
 

@@ -48,10 +48,38 @@ def test_the_answer_is_the_same_from_cached_and_computed_documents(http):
     assert len(set(answers)) == 1
 
 
-def test_nothing_is_searched_unless_someone_asks(http):
-    for fields in ({}, {"find_documents": "none"}, {"find_documents": []}):
-        reply = chat(http, messages=messages(TOWER, MILL), **fields)
-        assert documents_of(reply) == [] and reply["kvmosaic"]["composition"] == "exact"
+def test_templates_are_found_by_default_and_looser_patterns_are_told(http):
+    for fields in ({}, {"find_documents": "auto"}):
+        found = documents_of(chat(http, messages=messages(TOWER, MILL), **fields))
+        assert ["pattern open-webui" in each["note"] for each in found] == [True, True]
+    listed = messages(TOWER, MILL, write=lambda *texts: "\n".join(f"[{n}] {text}" for n, text in enumerate(texts)))
+    listed[1]["content"] = listed[1]["content"].replace("<context>", "").replace("</context>", "")
+    reply = chat(http, messages=listed, cache_salt="listed")
+    assert documents_of(reply) == [] and reply["kvmosaic"]["composition"] == "exact"
+    told = chat(http, messages=listed, find_documents="patterns", cache_salt="listed")
+    assert [each["note"] for each in documents_of(told)] == ["found in the text (pattern numbered)"] * 2
+
+
+@pytest.mark.parametrize("value", ["none", []])
+def test_nothing_is_searched_where_someone_says_so(http, value):
+    reply = chat(http, messages=messages(TOWER, MILL), find_documents=value)
+    assert documents_of(reply) == [] and reply["kvmosaic"]["composition"] == "exact"
+
+
+def test_texts_without_messages_are_searched_only_where_someone_asks(http):
+    text = messages(TOWER, MILL)[1]["content"]
+    for fields, number in (({}, 0), ({"find_documents": "auto"}, 0), ({"find_documents": "patterns"}, 2)):
+        assert len(documents_of(post(http, "/v1/completions", prompt=text, max_tokens=1, **fields))) == number
+
+
+@pytest.mark.parametrize("fields", [{}, {"find_documents": "patterns"}])
+def test_found_documents_that_cannot_be_composed_stay_text(http, fields):
+    reply = chat(http, messages=messages(TOWER, MILL), position_strategy="absolute", **fields)
+    plain = chat(http, messages=messages(TOWER, MILL), find_documents="none")
+    assert reply["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    assert documents_of(reply) == []
+    told = reply["kvmosaic"]["composition"]
+    assert told.startswith("exact: documents in its text could not be composed: chunk '0.txt' was found in a text")
 
 
 def test_a_request_with_documents_of_its_own_is_not_searched(http):

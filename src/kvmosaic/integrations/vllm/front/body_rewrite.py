@@ -18,7 +18,7 @@ from kvmosaic.integrations.vllm.front.pool_updates import api_error
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.layout import context_with
 from kvmosaic.prompt import Prompt
-from kvmosaic.prompt.patterns import read_find_documents
+from kvmosaic.prompt.patterns import HINTS, ONLY_AUTO, read_find_documents
 from kvmosaic.prompt.preamble import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -71,7 +71,10 @@ class Rewritten:
 def may_have_documents(content: bytes, settings: FrontSettings) -> bool:
     """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
     separator = settings.chunk_separator
-    if read_find_documents(settings.find_documents) or b'"find_documents"' in content:
+    names = read_find_documents(settings.find_documents)
+    if names not in ((), ONLY_AUTO) or settings.document_pattern or b'"find_documents"' in content:
+        return True
+    if names == ONLY_AUTO and any(hint.encode() in content for hint in HINTS):
         return True
     if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
@@ -110,7 +113,7 @@ def rewritten(content: bytes, route: Route, renderer: Callable[[], Renderer], de
 
 def _rewritten(body: dict[str, Any], route: Route, renderer: Renderer, default: How) -> Rewritten | None:
     prompt = getattr(renderer, route)(body)
-    if prompt is not None and all(chunk.origin for chunk in prompt.chunks):
+    if prompt is not None and prompt.is_found:
         with suppress(ApiError, KVMosaicError):  # found in text, not sent as documents: vLLM answers the text
             return _composed(body, route, renderer, default, prompt)
         return None
