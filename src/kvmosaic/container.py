@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -198,6 +199,7 @@ def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[s
 
 _of_thread = threading.local()
 _WATCH_SECONDS = 1.0
+_CAN_WATCH = hasattr(time, "pthread_getcpuclockid")
 
 
 class _Watch:
@@ -224,8 +226,12 @@ class _Watch:
         """Ends what `begin` began; an exception that has not been raised yet never is."""
         thread = threading.get_ident()
         with self._lock:
-            if self._limits.pop(thread, None) is None:
-                _raise_in(thread, None)
+            is_raised = self._limits.pop(thread, None) is None
+        if is_raised:
+            with suppress(_TakenBack):
+                _raise_in(thread, _TakenBack)
+                while True:  # until it is raised, at this jump at the latest
+                    pass
 
     def _watch(self) -> None:
         while True:
@@ -244,9 +250,16 @@ def _cpu_seconds_of(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raises in a thread, at its next call or jump of Python; None: takes that back."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
+class _TakenBack(BaseException):
+    """Takes the place of an exception that may not have been raised yet.
+
+    Without one, Python up to 3.12 would go on looking for it at every jump, and hang under a debugger.
+    """
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raises in a thread, at its next call or jump of Python, in place of what was to be raised there."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 _watch = _Watch()
@@ -262,7 +275,7 @@ def limited_call(seconds: float, function: Callable[[], T]) -> T:
     """
     _of_thread.limit = limit = (time.thread_time() + seconds, seconds)
     try:
-        if hasattr(time, "pthread_getcpuclockid"):
+        if _CAN_WATCH:
             _watch.begin(limit[0])
         return function()
     except TooMuchWork as error:
@@ -270,7 +283,8 @@ def limited_call(seconds: float, function: Callable[[], T]) -> T:
     finally:
         while _of_thread.limit is not None:
             try:  # the exception of the watch may come as late as here, once
-                _watch.end()
+                if _CAN_WATCH:
+                    _watch.end()
                 _of_thread.limit = None
             except TooMuchWork:
                 continue

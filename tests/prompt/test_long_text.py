@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import resource
+import subprocess
 import sys
 from array import array
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -141,3 +144,23 @@ def test_a_limit_ends_nothing_behind_its_call(monkeypatch: pytest.MonkeyPatch) -
     finally:
         sys.setswitchinterval(before)
     assert num_ended
+
+
+def test_nothing_is_left_behind_that_would_stop_a_debugger() -> None:
+    """Up to Python 3.12, a traced call never begins while the interpreter waits for an exception that does not come."""
+    code = """
+import sys
+from kvmosaic import container
+from kvmosaic.errors import TooMuchWork
+container._WATCH_SECONDS = 0.01
+for number in range(3):
+    try:
+        container.limited_call(0.01, lambda: [None for _ in iter(int, 1)])
+    except TooMuchWork:
+        pass
+sys.settrace(lambda frame, event, argument: None)
+print((lambda: "went on")())
+"""
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (10, 10))
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, preexec_fn=limit)
+    assert done.stdout == "went on\n"
