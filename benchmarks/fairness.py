@@ -40,8 +40,7 @@ from facts import RESULTS, save
 from rich.console import Console
 
 from kvmosaic.assembly import build_engine
-from kvmosaic.capabilities import MAX_PRIORITY
-from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config import MAX_PRIORITY, ChunkCacheConfig, EngineConfig
 from kvmosaic.engine import Engine, Request, preemption, priorities
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt

@@ -22,6 +22,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "images"
 WIDTH, HEIGHT, SCALE = 1440, 1000, 1
 MARGIN = 40
 """Empty room at the end that the picture does without."""
+MAX_HEIGHT = 1_395
+"""As far as three recent prompts."""
 PINNED = ("amber-pearl",)
 ORDERS = 9
 """Prompts that are asked before the picture is taken."""
@@ -104,7 +106,7 @@ def photograph(address: str, folder: Path) -> None:
         time.sleep(3)
         browser.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
         height = browser.execute_script("return document.querySelector('main').getBoundingClientRect().bottom")
-        whole = {"x": 0, "y": 0, "width": WIDTH, "height": height - MARGIN, "scale": 1}
+        whole = {"x": 0, "y": 0, "width": WIDTH, "height": min(height - MARGIN, MAX_HEIGHT), "scale": 1}
         for name, scheme in (("page.png", "light"), ("page-dark.png", "dark")):
             features = [{"name": "prefers-color-scheme", "value": scheme}]
             browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

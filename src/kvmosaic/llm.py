@@ -32,9 +32,8 @@ from kvmosaic.assembly import (
 )
 from kvmosaic.attention import BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
-from kvmosaic.capabilities import check_priority
 from kvmosaic.chunks import ChunkHandle, ChunkStore
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, check_priority
 from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import priorities_for

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.clocked import NO_AGING, NO_GAP, World, policy
 from support.engines import GREEDY
 
-from kvmosaic.capabilities import MAX_PRIORITY
+from kvmosaic.config import MAX_PRIORITY
 from kvmosaic.engine import Request
 from kvmosaic.engine.preemption import in_order
 from kvmosaic.engine.priorities import AGING_SECONDS, class_of, sort_key_of

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvmosaic.capabilities import MAX_PRIORITY
+from kvmosaic.config import MAX_PRIORITY
 from kvmosaic.engine import Engine, Request, preemption, priorities
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.capabilities import Capability, EngineCapabilities, check_priority
+from kvmosaic.config import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, NotMovable, UnknownRequest
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, Layout, Span, arrange
@@ -30,6 +30,7 @@ from kvmosaic.sampling import (
     SegmentReuse,
     sample,
 )
+from support.inference_engine import Capability, EngineCapabilities
 
 _MISSING = {
     Capability.ROLLING_WINDOW: "it keeps every token",

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvmosaic.capabilities import Capability, EngineCapabilities
 from kvmosaic.engine import Engine
 from kvmosaic.errors import (
     EngineStopped,
@@ -36,7 +35,13 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import RequestOutput, SamplingParams, StructuredOutputs
 from support.engines import dense_logits
-from support.inference_engine import EngineRequest, InferenceEngine
+from support.inference_engine import (
+    Capability,
+    EngineCapabilities,
+    EngineRequest,
+    InferenceEngine,
+    capabilities_of,
+)
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "repair": "none"}
 SYSTEM = list(range(2, 9))
@@ -102,7 +107,7 @@ def documents_in_any_order(engine: InferenceEngine, reference: Reference) -> Non
     for strategy in ("shared", "sequential"):
         for order in permutations(range(3)):
             prompt = prompt_of(*order)
-            if not engine.capabilities.has(Capability.MOVE_KEYS) and strategy == "sequential":
+            if not capabilities_of(engine).has(Capability.MOVE_KEYS) and strategy == "sequential":
                 with pytest.raises(NotMovable):
                     engine.add_request(prompt, params(), position_strategy=strategy)
                 continue
@@ -118,11 +123,11 @@ def texts_before_and_between_documents(engine: InferenceEngine, reference: Refer
             texts = [Segment(SegmentKind.TEXT, (60 + number + place, 70, 71)) for place in range(3)]
             system, *chunks, question = prompt.segments
             placed = replace(prompt, segments=(system, texts[0], chunks[0], texts[1], *chunks[1:], texts[2], question))
-            if not engine.capabilities.has(Capability.TEXTS):
-                with pytest.raises(InvalidPrompt, match=engine.capabilities.missing[Capability.TEXTS]):
+            if not capabilities_of(engine).has(Capability.TEXTS):
+                with pytest.raises(InvalidPrompt, match=capabilities_of(engine).missing[Capability.TEXTS]):
                     engine.add_request(placed, params())
                 continue
-            if not engine.capabilities.has(Capability.MOVE_KEYS):
+            if not capabilities_of(engine).has(Capability.MOVE_KEYS):
                 with pytest.raises(NotMovable):
                     engine.add_request(placed, params(), position_strategy=strategy)
                 continue
@@ -152,7 +157,7 @@ def cold_equals_warm(engine: InferenceEngine, reference: Reference) -> None:
 
 
 def documents_without_context(engine: InferenceEngine, reference: Reference) -> None:
-    if not engine.capabilities.has(Capability.MOVE_KEYS):
+    if not capabilities_of(engine).has(Capability.MOVE_KEYS):
         return
     prompt = prompt_of(0, 2)
     output = ask(engine, prompt, chunk_context="none")
@@ -165,7 +170,7 @@ def documents_without_context(engine: InferenceEngine, reference: Reference) -> 
 
 def documents_with_companions(engine: InferenceEngine, reference: Reference) -> None:
     """Each is computed after as many as there are documents before it, and a copy serves its place."""
-    if not engine.capabilities.has(Capability.MOVE_KEYS):
+    if not capabilities_of(engine).has(Capability.MOVE_KEYS):
         return
     for number, order in enumerate([(0, 1, 2), (3, 1, 2)]):
         prompt = replace(prompt_of(*order), companions=((60, 61, 62), (63, 64)))
@@ -231,7 +236,7 @@ def repairs(engine: InferenceEngine, reference: Reference) -> None:
     """A document repaired to its last token is what it would be in an ordinary prompt."""
     everything = max(map(len, DOCUMENTS))
     repaired = params(repair=f"first({everything})")
-    if refused(engine, Capability.REPAIR, repaired) or not engine.capabilities.has(Capability.MOVE_KEYS):
+    if refused(engine, Capability.REPAIR, repaired) or not capabilities_of(engine).has(Capability.MOVE_KEYS):
         return
     prompt = prompt_of(0, 1)
     output = ask(engine, prompt, repaired, position_strategy="sequential")
@@ -269,7 +274,7 @@ def documents_that_overlap_at_their_own_offsets(engine: InferenceEngine, referen
 
 def warm_up(engine: InferenceEngine, reference: Reference) -> None:
     prompt = prompt_of(2, 3, system=[70, 71])
-    if not engine.capabilities.has(Capability.WARM_UP):
+    if not capabilities_of(engine).has(Capability.WARM_UP):
         with pytest.raises(KVMosaicError):
             engine.add_warm_up(prompt)
         return
@@ -305,7 +310,7 @@ def an_aborted_request_leaves_nothing(engine: InferenceEngine, reference: Refere
 
 
 def refused_requests_change_nothing(engine: InferenceEngine, reference: Reference) -> None:
-    limits = engine.capabilities
+    limits = capabilities_of(engine)
     ask(engine, prompt_of(1))
     if limits.max_positions is not None:
         with pytest.raises(PromptTooLong):
@@ -330,7 +335,7 @@ def a_closed_engine_refuses(engine: InferenceEngine, reference: Reference) -> No
 
 def refused(engine: InferenceEngine, capability: Capability, wish: SamplingParams) -> bool:
     """Whether an engine lacks a capability; then it must say so, with its reason."""
-    limits: EngineCapabilities = engine.capabilities
+    limits: EngineCapabilities = capabilities_of(engine)
     if limits.has(capability):
         return False
     with pytest.raises((InvalidSampling, InvalidRepair, NotMovable)) as error:

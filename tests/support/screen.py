@@ -68,7 +68,16 @@ class Screen:
         """Opens the dashboard in a window of this size."""
         self.look(width=width, height=height, scheme=scheme)
         self.browser.get(url)
+        if not url.endswith("/docs"):
+            self.run(
+                "for (const id of ['settings', 'engine-room']) document.getElementById(id)?.setAttribute('open', '')"
+            )
         return self
+
+    def menu(self, row: str, action: str) -> None:
+        """Chooses from the menu of a document."""
+        self.click(f"{row} .more")
+        self.click(f"#document-menu .{action}")
 
     def look(self, *, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
         """Changes the size of the window, and whether light or dark is wanted."""

@@ -3,11 +3,13 @@
 from kvmosaic.config.chunk_cache import ChunkCacheConfig
 from kvmosaic.config.llm import (
     CONFIGS,
+    MAX_PRIORITY,
     MAX_TIERS,
     EngineConfig,
     LLMConfig,
     ModelConfig,
     TierConfig,
+    check_priority,
     is_secret_text,
     setting_named,
 )

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
-from kvmosaic.capabilities import Capability, EngineCapabilities, check_priority
-from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, check_priority
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import OversizedPrompts, PlacedPrompt, Placer
@@ -30,19 +29,7 @@ from kvmosaic.sampling import GrammarCompiler, SamplingParams
 
 if TYPE_CHECKING:
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
-    from kvmosaic.engine.model_runner import EngineModel, StepRunner
-
-
-def capabilities_of(model: EngineModel, max_positions: int | None) -> EngineCapabilities:
-    """What the engine can do with a model; the reasons are those of the errors that requests get."""
-    missing = {
-        Capability.MOVE_KEYS: "" if model.is_movable else model.immovable_reason,
-        Capability.ROLLING_WINDOW: model.no_window_reason,
-        Capability.REPAIR: model.no_repair_reason,
-        Capability.STRUCTURED_OUTPUT: "" if model.tokenizer is not None else "this model has no tokenizer",
-    }
-    missing = {capability: reason for capability, reason in missing.items() if reason}
-    return EngineCapabilities(model.engine_name, model.vocab_size, max_positions, missing)
+    from kvmosaic.engine.model_runner import StepRunner
 
 
 logger = logging.getLogger("kvmosaic")
@@ -106,18 +93,12 @@ class Engine:
         self.grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
         """Compiles structured outputs, from any thread; requests with a compiled grammar are queued at once."""
         self.is_stopped = False
-        self._capabilities = capabilities_of(model, self.max_positions)
         self._sleep = SleepState(runner, kv_cache, offloader)
         self._requests = RequestTable(model, self.max_positions)
         is_on = chunk_config.oversized_prompts == "ordinary"
         self._oversized = OversizedPrompts(self.placer, kv_cache, is_on=is_on)
         self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, self._oversized, clock)
         self._log_time = clock()
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What it can do with its model."""
-        return self._capabilities
 
     def arrange(
         self, prompt: Prompt, position_strategy: str | None = None, chunk_context: ChunkContext | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvmosaic.capabilities import check_priority
+from kvmosaic.config import check_priority
 from kvmosaic.errors import InvalidPriority
 
 PriorityClass = Literal["low", "normal", "high"]

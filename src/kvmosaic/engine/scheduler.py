@@ -17,8 +17,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache, SpanAllocation
-from kvmosaic.capabilities import MAX_PRIORITY
-from kvmosaic.config import EngineConfig
+from kvmosaic.config import MAX_PRIORITY, EngineConfig
 from kvmosaic.engine.admission import Admission, WaitingQueue
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption

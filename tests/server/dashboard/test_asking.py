@@ -166,7 +166,7 @@ def test_a_question_under_way_can_be_cancelled(server: RunningServer, screen: Sc
     screen.click("#ask")
     assert {action for _, action in screen.segments("#answer-strip")} == {"waiting"}
     screen.click("#cancel")
-    screen.until(lambda: screen.text("#usage") == "Cancelled.", "the end of the question")
+    screen.until(lambda: screen.text("#usage") == "Stopped.", "the end of the question")
     assert screen.run("return document.activeElement.id") == "ask"
     screen.until(lambda: server.services.admission.num_under_way == 0, "the end of the request")
     screen.ask()
@@ -223,3 +223,48 @@ def test_tabs_that_were_left_give_their_connections_back(server: RunningServer, 
 
 async def _keep_busy(server: RunningServer, seconds: float) -> None:
     server.busy = asyncio.create_task(server.services.engine.call(lambda engine: time.sleep(seconds)))
+
+
+def test_a_conversation_goes_on_where_it_is_kept(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url).load_examples()
+    assert "a toy" in screen.find("#toy").text and not screen.run("return document.getElementById('keep').checked")
+    screen.click("#keep")
+    screen.ask()
+    screen.ask("How high is the Corlow Lighthouse?")
+    asked = "return questionBody('And then?').messages.map((one) => one.role)"
+    assert screen.run(asked) == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert screen.text("#earlier") == "Who is the captain of the Amber Pearl?Talmira Varlow"
+    assert {action for _, action in screen.segments("#answer-strip")[:-1]} == {"reused"}
+    screen.click("#begin-anew")
+    assert screen.run(asked) == ["system", "user"] and not screen.text("#earlier")
+    assert screen.run("return document.activeElement.id") == "question"
+    assert screen.run("localStorage.clear(); return document.getElementById('result').hidden")
+
+
+def test_an_answer_is_markdown_and_never_markup(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url)
+    text = "## Plan\n\n1. **Ask** `x < y`\n2. <img src=x onerror=alert(1)>\n\n- one\n- two\n\n"
+    text += "```js\nlet a;\n\n- b\n```\nEnd\nof it"
+    drawn = screen.run("const place = document.getElementById('answer'); showMarkdown(place, arguments[0]);"
+                       "return place.innerHTML.replace(/ tabindex=\"0\"/, '')", text)  # fmt: skip
+    assert drawn == (
+        '<p><b>Plan</b></p><ol start="1"><li><b>Ask</b> <code>x &lt; y</code></li>'
+        "<li>&lt;img src=x onerror=alert(1)&gt;</li></ol><ul><li>one</li><li>two</li></ul>"
+        "<pre><code>let a;\n\n- b\n</code></pre><p>End\nof it</p>"
+    )
+
+
+def test_repair_and_overlap_are_shown(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url)
+    screen.run(
+        "const row = (kind) => ({ kind, id: null, tokens: 9, action: 'reused', reused_tokens: 9, distance: 0, ms: 1 });"
+        "showStrip(document.getElementById('answer-strip'), ['system', 'chunk', 'question'].map(row), 'This prompt',"
+        " { policy: 'names', repaired_tokens: 4, document_tokens: 9, ms: 2 });"
+    )
+    assert [name for name, _ in screen.segments("#answer-strip")] == ["system", "document", "repair", "question"]
+    assert screen.segments("#answer-strip")[2][1] == "repaired"
+    words = (
+        "known.server.is_toy = arguments[0]; return compositionWords('composed (shared): they do not see each other')"
+    )
+    assert screen.run(words, True) == "Composed (shared): they do not see each other."
+    assert screen.run(words, False).startswith("Documents overlap, which an ordinary model mixes up. Composed")

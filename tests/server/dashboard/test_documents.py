@@ -19,22 +19,23 @@ ROW = "#documents > li[data-key='fenbury']"
 def test_documents_are_warmed_pinned_and_deleted_by_clicking(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     assert screen.text(f"{ROW} .tier") == "not cached"
-    screen.click(f"{ROW} .warm")
+    screen.menu(ROW, "warm")
     screen.until(lambda: screen.text(f"{ROW} .tier") == "on device", "the warmed document")
     assert "tokens" in screen.text(f"{ROW} .facts")
 
-    screen.click(f"{ROW} .pin")
+    screen.menu(ROW, "pin")
     screen.until(lambda: screen.text(f"{ROW} .mark") == "pinned", "the pin")
     screen.until(lambda: "pinned" in screen.text("#pools .pool p"), "pinned blocks on the map")
-    assert screen.text(f"{ROW} .pin") == "Unpin"
-    screen.click(f"{ROW} .pin")
-    screen.until(lambda: screen.text(f"{ROW} .pin") == "Pin", "no pin")
+    screen.click(f"{ROW} .more")
+    assert screen.text("#document-menu .pin") == "Unpin"
+    screen.click("#document-menu .pin")
+    screen.until(lambda: not screen.text(f"{ROW} .mark"), "no pin")
 
-    screen.click(f"{ROW} .delete")
+    screen.menu(ROW, "delete")
     assert "Fenbury" in screen.find("#confirm-words").text
     screen.click("#confirm-no")
     assert screen.all(ROW)
-    screen.click(f"{ROW} .delete")
+    screen.menu(ROW, "delete")
     screen.click("#confirm-yes")
     screen.until(lambda: not screen.all(ROW), "the end of the document")
     names = [document.id for document in server.call(server.services.documents.documents, "default")]
@@ -54,7 +55,7 @@ def test_a_warmed_document_is_reused_by_the_first_question(server: RunningServer
 
 def test_a_document_is_read_and_edited_and_its_versions_stay_readable(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     assert screen.value("#document-text").startswith("Fenbury")
     assert screen.text("#document-heading") == screen.value("#document-title") == "Fenbury"
     old = screen.value("#document-text")
@@ -64,11 +65,11 @@ def test_a_document_is_read_and_edited_and_its_versions_stay_readable(server: Ru
     screen.click("#document-save")
     screen.until(lambda: not screen.all("#document-dialog[open]"), "the end of the dialog")
     assert f"“Fenbury” is stored as version {first + 1}." in screen.text("#notices")
-    assert screen.run("return document.activeElement.matches(arguments[0])", f"{ROW} .open")
+    assert screen.run("return document.activeElement.matches(arguments[0])", f"{ROW} .more")
     screen.ask("Who is the mayor of Fenbury?")
     assert screen.text("#answer") == "Otto Bramble"
 
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.find("#document-version")
     versions = "return [...document.querySelectorAll('#document-version option')].map((one) => one.textContent)"
     assert [text.split(" (")[0] for text in screen.run(versions)] == [f"{first + 1}, current", f"{first}"]
@@ -92,7 +93,7 @@ def test_an_edit_does_not_overwrite_what_was_stored_meanwhile(server: RunningSer
     screen.forgiven = ("412", "404")
     store = server.services.documents
     theirs, mine = "The mayor of Fenbury is Ada Vint.", "The mayor of Fenbury is Otto Bramble."
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.fill("#document-text", mine)
     server.call(store.put, "default", "fenbury", DocumentDraft(theirs, "Fenbury"))
     screen.click("#document-save")
@@ -113,7 +114,7 @@ def test_an_edit_does_not_overwrite_what_was_stored_meanwhile(server: RunningSer
     screen.until(lambda: not screen.all("#document-dialog[open]"), "the end of the dialog")
     assert server.call(store.get, "default", "fenbury").content.text == mine
 
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.fill("#document-text", theirs)
     server.call(store.delete, "default", "fenbury")
     screen.click("#document-save")
@@ -137,7 +138,7 @@ def test_metadata_is_edited_without_a_new_version(server: RunningServer, screen:
     first = server.call(store.put, "default", "fenbury", DocumentDraft(text, "Fenbury", {"filename": "f.txt"}))[
         0
     ].version
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.click("#document-metadata summary")
     assert screen.text("#metadata-sum") == "(1 pair)"
     pair(screen, "language", "en")
@@ -152,7 +153,7 @@ def test_metadata_is_edited_without_a_new_version(server: RunningServer, screen:
     stored = server.call(store.get, "default", "fenbury")
     assert (stored.version, dict(stored.metadata)) == (first, {"language": "en", "filename": "<b>.txt"})
 
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.until(lambda: screen.value("#document-text") == text, "the dialog")
     screen.click("#metadata-pairs > li:nth-child(2) button")
     screen.fill("#document-text", "The mayor of Fenbury is Ada Vint.")
@@ -161,7 +162,7 @@ def test_metadata_is_edited_without_a_new_version(server: RunningServer, screen:
     stored = server.call(store.get, "default", "fenbury")
     assert len(stored.metadata) == 1
 
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.until(lambda: "Ada Vint" in screen.value("#document-text"), "the dialog")
     pair(screen, "only", "a draft")
     screen.press(Keys.ESCAPE)
@@ -172,9 +173,9 @@ def test_page_says_how_much_of_an_edited_text_is_kept(server: RunningServer, scr
     text = " ".join(f"The ferry number {n} leaves at noon." for n in range(40))
     server.call(server.services.documents.put, "default", "long", DocumentDraft(text, "Ferries"))
     screen.open(server.url)
-    screen.click("#documents .warm")
+    screen.menu("#documents", "warm")
     screen.until(lambda: screen.text("#documents .tier") == "on device", "the warmed document")
-    screen.click("#documents .open")
+    screen.menu("#documents", "open")
     screen.fill("#document-text", text + " The last ferry leaves at nine.")
     screen.click("#document-save")
     screen.until(lambda: "stored as version 2. The cache keeps " in screen.text("#notices"), "what was kept")
@@ -182,7 +183,7 @@ def test_page_says_how_much_of_an_edited_text_is_kept(server: RunningServer, scr
 
 def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.fill("#document-text", "Only a draft.")
     screen.press(Keys.ESCAPE)
     assert "without saving" in screen.find("#confirm-words").text
@@ -191,7 +192,7 @@ def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: S
     screen.click("#document-close")
     screen.click("#confirm-yes")
     screen.until(lambda: not screen.all("dialog[open]"), "the end of both dialogs")
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.find("#document-text")
     screen.press(Keys.ESCAPE)
     screen.until(lambda: not screen.all("dialog[open]"), "the end of the dialog")
@@ -200,7 +201,7 @@ def test_what_was_edited_is_not_lost_by_closing(server: RunningServer, screen: S
 def test_a_refused_text_is_said_in_the_dialog(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     screen.forgiven = ("422", "400")
-    screen.click(f"{ROW} .open")
+    screen.menu(ROW, "open")
     screen.fill("#document-text", "   ")
     screen.click("#document-save")
     screen.until(lambda: "text" in screen.text("#document-problem-words"), "the refusal")
@@ -302,7 +303,7 @@ def test_any_number_of_documents_is_searched_and_paged(full: RunningServer, scre
     assert ids(screen) == [f"no/{n}" for n in range(4_999, 4_949, -1)]
     assert screen.find("#page-before").get_attribute("aria-disabled") == "true"
     screen.click("#documents > li:nth-child(1) .choose")
-    screen.run("document.querySelector('#documents > li:last-child .pin').focus()")
+    screen.run("document.querySelector('#documents > li:last-child .more').focus()")
     screen.tab_to("#page-after")
     screen.press(Keys.ENTER)
     screen.until(lambda: screen.text("#page-words").startswith("51 to 100 of"), "the second page")
@@ -318,9 +319,9 @@ def test_any_number_of_documents_is_searched_and_paged(full: RunningServer, scre
     screen.find("#search").send_keys("34")
     screen.until(lambda: ids(screen) == ["no/1234"], "the one document")
     assert screen.text("#page-words") == "1 to 1 of 1 found"
-    screen.click("#documents .warm")
+    screen.menu("#documents", "warm")
     screen.until(lambda: screen.text("#documents .tier") == "on device", "the warmed document")
-    screen.click("#documents .open")
+    screen.menu("#documents", "open")
     assert screen.value("#document-text") == "The ferry number 1234 leaves at noon."
     screen.click("#document-close")
     screen.find("#search").send_keys(" <b>")

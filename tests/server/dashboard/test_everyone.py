@@ -44,8 +44,13 @@ def test_everything_can_be_done_with_the_keyboard_alone(server: RunningServer, s
     screen.press(Keys.ESCAPE)
     assert not screen.all("#tip")[0].is_displayed()
 
-    screen.tab_to("#documents > li:nth-child(2) .warm", back=True)
-    screen.tab_to("#documents > li:nth-child(2) .delete")
+    screen.tab_to("#documents > li:nth-child(2) .more")
+    screen.press(Keys.ENTER)
+    assert screen.run("return document.activeElement.textContent") == "Open" and screen.run(FOCUS)
+    screen.press(Keys.ESCAPE)
+    assert screen.run("return document.activeElement.matches('.more')")
+    screen.press(Keys.ENTER, Keys.ARROW_UP)
+    assert screen.run("return document.activeElement.getAttribute('aria-label')") == "Delete Bellos"
     screen.press(Keys.ENTER)
     assert screen.run("return document.activeElement.id") == "confirm-no"
     screen.press(Keys.TAB, Keys.ENTER)

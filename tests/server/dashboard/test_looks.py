@@ -38,7 +38,7 @@ def filled(server_of_module: RunningServer, browser: webdriver.Chrome) -> Iterat
     screen.run("document.getElementById('strategy').value = 'sequential'")
     screen.click("#chosen > li:nth-child(1) [data-action='Move down']")
     screen.ask()
-    screen.click("#documents .pin")
+    screen.menu("#documents", "pin")
     screen.until(lambda: screen.text("#documents .mark") == "pinned", "the pin")
     screen.until(lambda: len(screen.all("#records > li")) >= 2, "two strips")
     screen.until(lambda: screen.all("#pools canvas"), "the block map")
@@ -71,7 +71,7 @@ def test_every_text_stands_out_from_its_ground(filled: Screen, width: int, schem
 def test_axe_finds_nothing_on_the_page_and_in_its_dialogs(filled: Screen, width: int, scheme: str) -> None:
     filled.look(width=width, scheme=scheme)
     assert filled.axe() == []
-    filled.click("#documents .open")
+    filled.menu("#documents", "open")
     filled.find("#document-text").send_keys("!")
     assert filled.axe() == []
     filled.click("#document-close")
@@ -120,3 +120,16 @@ def test_nothing_moves_for_those_who_asked_for_that(filled: Screen) -> None:
     features = [{"name": "prefers-reduced-motion", "value": "reduce"}]
     filled.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     assert filled.run(moving) == 0
+
+
+def test_the_question_comes_first_and_what_is_for_operators_is_folded(server: RunningServer, screen: Screen) -> None:
+    screen.look(width=390, height=740)
+    screen.browser.get(server.url)
+    screen.find("#load-examples")
+    tops = screen.run(
+        "return ['ask-panel', 'documents-panel', 'records-panel', 'engine-room']"
+        ".map((id) => document.getElementById(id).getBoundingClientRect().top)"
+    )
+    assert tops == sorted(tops) and tops[0] < 200
+    for hidden in ("#pools", "#ttft-chart", "#strategy"):
+        assert not screen.all(hidden)[0].is_displayed()

@@ -7,7 +7,7 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
-from kvmosaic.capabilities import Capability, EngineCapabilities, check_priority
+from kvmosaic.config import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
 from kvmosaic.integrations.vllm.contract import FIELD, How, ModelFacts, composed
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
@@ -25,7 +25,7 @@ from kvmosaic.sampling import (
     StructuredOutputs,
 )
 from kvmosaic.sampling.reuse import segment_action
-from support.inference_engine import InferenceEngine
+from support.inference_engine import Capability, EngineCapabilities, InferenceEngine
 
 _SAME_FIELDS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "logprobs"),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvmosaic.api.fields import MAX_ANSWER_TOKENS
+from kvmosaic.assembly import BUNDLED_READER
 from kvmosaic.cache import TenantUsage
 from kvmosaic.documents import DocumentStore
 from kvmosaic.engine import AsyncEngine
@@ -291,6 +292,7 @@ class Feed:
         config, max_tokens = llm.chunk_cache_config, llm.engine.max_positions or MAX_ANSWER_TOKENS
         return {
             "model": settings.model_names[0],
+            "is_toy": settings.model == BUNDLED_READER,
             "engine": str(llm.engine_facts),
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
             "position_strategy": config.position_strategy,

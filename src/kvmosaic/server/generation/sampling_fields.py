@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvmosaic.api.documents import CompanionsField, DocumentFields
 from kvmosaic.api.fields import INTEGRAL, MAX_NAME, Body, Only, Plain, TokenId
-from kvmosaic.capabilities import MAX_PRIORITY
+from kvmosaic.config import MAX_PRIORITY
 from kvmosaic.errors import InvalidRepair, InvalidSampling
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import strategy_names
