@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvmosaic
+from kvmosaic.errors import pip_install
 
 ROOT = Path(__file__).parents[1]
 HEAVY = "{'torch', 'transformers', 'numpy'} & set(sys.modules)"
@@ -92,3 +95,54 @@ def test_wheel_holds_the_package_and_its_data(tmp_path: Path) -> None:
     assert packed >= {name for name in ours if "__pycache__" not in name}
     assert "kvmosaic/py.typed" in packed
     assert wheel.stat().st_size < 12 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ('{"url": "file:///a%20b/kvmosaic", "dir_info": {"editable": true}}', "-e '/a b/kvmosaic[files]'"),
+        ('{"url": "file:///a/k.whl", "archive_info": {}}', "'kvmosaic[files] @ file:///a/k.whl'"),
+        (None, "'kvmosaic[files]'"),
+    ],
+)
+def test_the_line_that_adds_an_extra_fits_the_installation(
+    said: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: said))
+    assert pip_install("files") == f"pip install {line}"
+
+
+EXTRAS = (
+    *("bs4", "pypdfium2", "mammoth", "markdownify", "fastapi", "starlette", "uvicorn", "prometheus_client"),
+    *("sqlalchemy", "multipart", "llguidance", "psycopg", "opentelemetry", "redis", "obstore", "matplotlib", "gguf"),
+    *("xllamacpp", "vllm", "pydantic_settings"),
+)
+_ALONE = """
+import importlib, pkgutil, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[2].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import kvmosaic
+from kvmosaic.errors import pip_install
+for name in sys.argv[1].split():
+    importlib.import_module(f"kvmosaic.{name}")
+"""
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "cli console.folder console.plan_output",
+        pytest.param(
+            "llm chunks console.answer_output console.warm_folder console.model console.documents.sync console.demo "
+            "bench.campaign eval.measure adapt.run",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_commands_without_the_server_need_no_extra(modules: str) -> None:
+    command = (sys.executable, "-c", _ALONE, modules, " ".join(EXTRAS))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

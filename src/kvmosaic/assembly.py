@@ -17,7 +17,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.container import available_memory, blocks_within, memory_limit
 from kvmosaic.engine import Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck
-from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable
+from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable, pip_install
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
@@ -299,12 +299,12 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, kv_cache_dty
         )
     if engine == "llama":
         return True
-    from kvmosaic.llama.interface import INSTALL, is_installed
+    from kvmosaic.llama.interface import is_installed
 
     if is_gguf and engine == "auto" and dtype == "auto" and is_installed():
         return True
     if kv_cache_dtype != "auto":
-        way_out = "leave it out" if not is_gguf or is_installed() else INSTALL
+        way_out = "leave it out" if not is_gguf or is_installed() else pip_install("llama")
         raise InvalidConfig(
             f"kv_cache_dtype={kv_cache_dtype!r:.80} is for llama.cpp, and transformers runs {name}; {way_out} (its "
             "cache has the dtype of the model)"

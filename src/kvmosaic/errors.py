@@ -64,8 +64,10 @@ A message states the value, the limit and the way out. After any of them the cac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 class KVMosaicError(Exception):
@@ -354,3 +356,17 @@ def first_fault(faults: Sequence[Any]) -> str:
         told, got = f"there is no {name!r}" if fault["type"] == "missing" else f"{name!r:.80} is unknown", ""
     place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names).lstrip(".")[:200]
     return f"{place}: {told}{got}" if place else f"{told}{got}"
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an extra to this installation: of a checkout, of a file, or of a package index."""
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and hardly ever needed
+
+    try:
+        said = json.loads(distribution("kvmosaic").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        said = {}
+    url = said.get("url", "")
+    if said.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{unquote(urlsplit(url).path)}[{extra}]'"
+    return f"pip install 'kvmosaic[{extra}]{url and f' @ {url}'}'"

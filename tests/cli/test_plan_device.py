@@ -43,7 +43,7 @@ def test_a_folder_a_file_and_the_option_name_the_same_model(tiny_model: Path) ->
     )  # as `plan` of a prompt says: 2 × 2 layers × 2 heads × 8 × 4 bytes
     assert planned(tiny_model / "config.json", *ASKED) == folder
     assert planned("--model", tiny_model, *ASKED) == folder
-    assert folder["memory"]["resident_documents"] == 1_000 and folder["hit_rate"] == 1.0
+    assert folder["memory"]["resident_documents"] == 1_000
 
 
 def test_counted_weights_are_those_in_the_file(tiny_model: Path) -> None:
@@ -70,9 +70,9 @@ def test_the_plan_is_three_numbers_and_a_line_to_copy(tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_found_less_often(tiny_model: Path) -> None:
+def test_what_does_not_fit_is_said(tiny_model: Path) -> None:
     text = plan(tiny_model, "--device-memory", "1GiB", "--documents", "100000").stdout
-    assert re.search(r"documents +[0-9,]+ +of 100,000 fit, .*; [0-9.]+% are found", text)
+    assert re.search(r"documents +[0-9,]+ +of 100,000 fit, .* each", text)
     assert re.search(r"free +0 B", text)
 
 
@@ -109,7 +109,6 @@ def test_without_a_prompt_and_another_device_this_machine_is_planned_as_it_would
         (("reader", "--documents", "500", "-q", "Why?"), "there is no folder of that name; for the plan of this mach"),
         ((*ASKED, "--device-memory", "lots"), "'lots' is not a size"),
         ((*ASKED, "--device-memory", "1MiB"), "does not fit into"),
-        ((*ASKED, "--zipf", "9"), "zipf must be a number between 0 and 4"),
         ((*ASKED, "--block-size", "0"), "block_size must be a whole number between 1 and 4096"),
         ((*ASKED, "--chunk-tier", "host:1GiB", "--chunk-tier", "host:2GiB"), "two tiers are of kind host"),
         (("no-such-family", *ASKED), "transformers has no family of that name"),

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from kvmosaic.errors import pip_install
+
 _PACKAGES = ("kvmosaic", "torch", "transformers", "numpy")
 
 
@@ -88,5 +90,5 @@ def save_report(
     if can_plot():
         paths += plot()
     else:
-        notices.print(f"no {plots}: matplotlib is missing; pip install 'kvmosaic[bench]'", markup=False)
+        notices.print(f"no {plots}: matplotlib is missing; {pip_install('bench')}", markup=False)
     notices.print("written: " + ", ".join(map(str, paths)), markup=False, style="dim")

@@ -2,4 +2,4 @@
 
 from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.model_facts import ModelFacts, read_model
-from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, Stage, TierPlan, plan_capacity
+from kvmosaic.capacity.plan import CapacityPlan, MemorySplit, TierPlan, plan_capacity

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from kvmosaic.capacity.demand import Demand, Ranks, best_hit_rate, drawn_together, hit_rate, with_host, zipf_ranks
+from kvmosaic.capacity.demand import Demand
 from kvmosaic.capacity.model_facts import ModelFacts
 from kvmosaic.config import ChunkCacheConfig, parse_bytes
 from kvmosaic.container import MAX_BLOCKS
@@ -154,28 +154,12 @@ def _gib(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Cumulative hit rate up to one tier."""
-
-    name: str
-    """`device`, or a kind of tier."""
-    hit_rate: float
-    """Share of requested documents found here or before."""
-
-
-@dataclass(frozen=True, slots=True)
 class CapacityPlan:
     """All results of a plan. See `plan_capacity`."""
 
     model: ModelFacts
     demand: Demand
     room: MemorySplit
-    hit_rate: float
-    """Share of requested documents that are on the device."""
-    best_hit_rate: float
-    """The same if the device always had the most popular ones."""
-    stages: tuple[Stage, ...]
-    """With the device, and with each tier after it."""
     tiers: tuple[TierPlan, ...]
     notes: tuple[str, ...]
     """Caveats."""
@@ -207,9 +191,6 @@ class CapacityPlan:
             "model": model,
             "demand": asdict(self.demand),
             "memory": room,
-            "hit_rate": self.hit_rate,
-            "best_hit_rate": self.best_hit_rate,
-            "stages": [asdict(stage) for stage in self.stages],
             "tiers": [asdict(tier) for tier in self.tiers],
             "notes": list(self.notes),
         }
@@ -226,12 +207,12 @@ def plan_capacity(
     tiers: Sequence[str] = (),
     codec: Codec = "none",
 ) -> CapacityPlan:
-    """Plans what fits on a device, and its hit rates.
+    """Plans what fits on a device, and in tiers.
 
     Args:
         model: see `read_model`.
         device_memory: total memory of the device: bytes or text such as "80GiB".
-        demand: how many documents, how long, how popular, and how many prompts at once.
+        demand: how many documents, how long, and how many prompts at once.
         block_size: token slots of a block.
         headroom: memory for everything else, a size or a share such as "10%".
         weights: bytes of the weights, if they are known better than by counting.
@@ -246,17 +227,15 @@ def plan_capacity(
     device_bytes = parse_bytes(device_memory)
     weight_bytes = model.weight_bytes if weights is None else parse_bytes(weights)
     room = make_room(model, device_bytes, demand, block_size, parse_headroom(headroom, device_bytes), weight_bytes)
-    ranks = drawn_together(zipf_ranks(demand.documents, demand.zipf), demand.documents_per_prompt)
-    rate = hit_rate(ranks, room.resident)
-    planned = [plan_tier(url, model, demand.tokens_per_document, codec) for url in tiers]
+    planned = tuple(plan_tier(url, model, demand.tokens_per_document, codec) for url in tiers)
+    kinds = [tier.kind for tier in planned]
+    if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
+        raise InvalidConfig(f"two tiers are of kind {twice[0]}; a plan has one of each kind at most")
     return CapacityPlan(
         model=model,
         demand=demand,
         room=room,
-        hit_rate=rate,
-        best_hit_rate=best_hit_rate(ranks, room.resident),
-        stages=_stages(planned, ranks, room),
-        tiers=tuple(planned),
+        tiers=planned,
         notes=tuple(_notes(model, demand, room)),
     )
 
@@ -278,25 +257,6 @@ def parse_headroom(headroom: int | str, device_bytes: int) -> int:
             )
         return int(share * device_bytes)
     return 0 if headroom in (0, "0") else parse_bytes(headroom)
-
-
-def _stages(tiers: Sequence[TierPlan], ranks: Sequence[Ranks], room: MemorySplit) -> tuple[Stage, ...]:
-    """Hit rates with the device, and with each tier after it.
-
-    A persistent tier receives everything that is computed, so it has what the device has. A host tier receives what the
-    device evicts.
-    """
-    kinds = [tier.kind for tier in tiers]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            raise InvalidConfig(f"two tiers are of kind {kind}; a plan has one of each kind at most")
-    reach = float(room.resident)
-    stages = [Stage("device", hit_rate(ranks, reach))]
-    for tier in tiers:
-        kept = float("inf") if tier.kept is None else float(tier.kept)
-        reach = with_host(reach, kept) if tier.kind == "host" else max(reach, kept)
-        stages.append(Stage(tier.kind, max(stages[-1].hit_rate, hit_rate(ranks, reach))))
-    return tuple(stages)
 
 
 def _notes(model: ModelFacts, demand: Demand, room: MemorySplit) -> list[str]:

@@ -57,13 +57,6 @@ class DeviceOptions:
     system_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of the system text.")] = 256
     question_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of a question.")] = 64
     answer_tokens: Annotated[int, device_option(metavar="NUMBER", help="Tokens of an answer.")] = 256
-    zipf: Annotated[
-        float,
-        device_option(
-            metavar="EXPONENT",
-            help="Popularity: rank r is drawn as 1 / r ** EXPONENT; 0: all alike.",
-        ),
-    ] = 1.0
     block_size: Annotated[int, option("block_size", panel=PANEL, has_bounds=False)] = ChunkCacheConfig().block_size
     headroom: Annotated[
         str,
@@ -89,7 +82,6 @@ class DeviceOptions:
             self.system_tokens,
             self.question_tokens,
             self.answer_tokens,
-            self.zipf,
         )
 
 

@@ -93,7 +93,7 @@ def _model(name: str, dtype: str, *, is_here: bool) -> ModelFacts:
 
 
 def _memory(plan: CapacityPlan) -> Table:
-    """What the weights take, how many documents fit and are found, and what stays free."""
+    """What the weights take, how many documents fit, and what stays free."""
     model, room, demand = plan.model, plan.room, plan.demand
     size = f"{model.num_parameters / 1e9:,.2f} billion" if model.num_parameters >= 1e8 else f"{model.num_parameters:,}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
@@ -103,12 +103,9 @@ def _memory(plan: CapacityPlan) -> Table:
         "weights", size_text(room.weight_bytes), Text(f"{one_line(model.name)}: {size} parameters, {model.dtype}")
     )
     fit = f"of {demand.documents:,} fit, {size_text(room.document_bytes)} each"
-    has_all = room.resident == demand.documents
-    rate = "" if has_all else f"; {plan.hit_rate:.1%} are found"
-    table.add_row("documents", f"{room.resident:,}", Text(f"{fit}{rate}"))
-    for tier, stage in zip(plan.tiers, plan.stages[1:], strict=True):
-        kept = "all" if tier.kept is None else f"{tier.kept:,}"
-        table.add_row(f"{tier.kind} tier", kept, Text(f"and {stage.hit_rate:.1%} are found"))
+    table.add_row("documents", f"{room.resident:,}", Text(fit))
+    for tier in plan.tiers:
+        table.add_row(f"{tier.kind} tier", "all" if tier.kept is None else f"{tier.kept:,}", Text("of these fit there"))
     free = room.chunk_bytes - _documents_bytes(plan)
     table.add_row(
         "free",

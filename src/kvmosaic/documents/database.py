@@ -50,7 +50,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
-from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig
+from kvmosaic.errors import DocumentStoreUnavailable, InvalidConfig, pip_install
 
 FILE_NAME = "documents.sqlite3"
 RESERVE_NAME = "documents.reserve"
@@ -422,7 +422,7 @@ def _open_postgresql(url: URL) -> Engine:
         connect_args = {"connect_timeout": 10, "application_name": "kvmosaic"} | _NETWORK_LIMITS
         return create_engine(url, pool_pre_ping=True, connect_args=connect_args)
     except ModuleNotFoundError:
-        raise InvalidConfig("documents_url needs the package psycopg; pip install 'kvmosaic[postgres]'") from None
+        raise InvalidConfig(f"documents_url needs the package psycopg; {pip_install('postgres')}") from None
 
 
 def _cannot_open(place: Path | str | None, url: URL, error: SQLAlchemyError) -> str:

@@ -13,8 +13,7 @@ from pathlib import PurePath
 from tempfile import TemporaryFile
 from typing import NamedTuple
 
-from kvmosaic.errors import InvalidDocument, MissingExtra
-from kvmosaic.extraction.worker import REFUSED, REFUSED_LIMITS
+from kvmosaic.errors import InvalidDocument, MissingExtra, pip_install
 
 TEXT_SUFFIXES = (".txt", ".md", ".markdown")
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -25,6 +24,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 """Modules that read files with these suffixes."""
 SUFFIXES = (*TEXT_SUFFIXES, *LIBRARIES)
+REFUSED = 3
+"""Exit code of the worker: the reason is on standard output."""
+REFUSED_LIMITS = 4
+"""Exit code of the worker: too much memory or time."""
 WALL_SECONDS = 120.0
 """Timeout for one file, which may wait for other work of the machine."""
 
@@ -65,7 +68,7 @@ def extract_text(content: bytes, filename: str) -> FileText:
         if missing:
             raise MissingExtra(
                 f"{filename!r:.300} cannot be read, {' and '.join(missing)} are not installed; "
-                "pip install 'kvmosaic[files]', or send its text"
+                f"{pip_install('files')}, or send its text"
             )
         title, _, text = _extracted(content, suffix, filename).partition("\n")
     else:

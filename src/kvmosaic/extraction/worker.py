@@ -16,6 +16,8 @@ from typing import Any
 from bs4 import BeautifulSoup, Tag
 from bs4.element import PreformattedString
 
+from kvmosaic.extraction import REFUSED, REFUSED_LIMITS
+
 MAX_LOOK = 200
 """Open elements that are looked at for each tag, so that a page is read in linear time."""
 _CELLS = frozenset({"td", "th"})
@@ -81,10 +83,6 @@ MAX_PAGES = 20_000
 MAX_RECURSION = 5_000
 """Enough for elements that are nested a thousand deep."""
 _PR_SET_PDEATHSIG = 1
-REFUSED = 3
-"""Exit code: the reason is on standard output."""
-REFUSED_LIMITS = 4
-"""Exit code: too much memory or time."""
 
 
 class Unreadable(Exception):

@@ -34,11 +34,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvmosaic.errors import UnsupportedModel
+from kvmosaic.errors import UnsupportedModel, pip_install
 
 logger = logging.getLogger("kvmosaic.llama")
 
-INSTALL = "pip install 'kvmosaic[llama]'"
 _ERROR = 4
 """ggml's level of errors."""
 _LEVELS = {3: logging.INFO, _ERROR: logging.WARNING}
@@ -242,7 +241,7 @@ def installed_package() -> Package:
         if package.folder():
             return package
     raise UnsupportedModel(
-        f"llama.cpp is not installed; {INSTALL}, or take engine='transformers', which dequantizes the file"
+        f"llama.cpp is not installed; {pip_install('llama')}, or take engine='transformers', which dequantizes the file"
     )
 
 
@@ -269,7 +268,7 @@ def bindings() -> Any:
     if context_params is None:
         raise UnsupportedModel(
             f"{package.name} {package.version} was not tested, and its structures may differ; tested: "
-            f"{', '.join(package.tested)} ({INSTALL}, or take engine='transformers')"
+            f"{', '.join(package.tested)} ({pip_install('llama')}, or take engine='transformers')"
         )
     known = cpu_flags()
     if known and (lacking := package.needs - known):
@@ -288,7 +287,7 @@ def bindings() -> Any:
         try:
             function = getattr(library, name)
         except AttributeError as error:
-            raise UnsupportedModel(f"the library of {build_name()} has no {name}; {INSTALL}") from error
+            raise UnsupportedModel(f"the library of {build_name()} has no {name}; {pip_install('llama')}") from error
         function.restype, function.argtypes = result, list(arguments)
     library.llama_log_set(_log, None)
     library.llama_backend_init()

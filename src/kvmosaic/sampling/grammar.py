@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from kvmosaic.errors import InvalidSampling, InvalidTools
+from kvmosaic.errors import InvalidSampling, InvalidTools, pip_install
 from kvmosaic.sampling.structured import CallGrammar, StructuredOutputs
 
 MAX_JOINED_PATTERNS = 6
@@ -245,7 +245,7 @@ class GrammarCompiler:
                 if (error.name or "").partition(".")[0] != "llguidance":
                     raise
                 raise InvalidSampling(
-                    "structured_outputs need the package llguidance; run: pip install 'kvmosaic[structured]'"
+                    f"structured_outputs need the package llguidance; run: {pip_install('structured')}"
                 ) from None
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         return self._vocabulary

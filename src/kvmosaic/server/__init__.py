@@ -30,7 +30,7 @@ def check_installed() -> None:
     """Raises InvalidConfig if a package that only the server needs is missing."""
     from importlib.util import find_spec
 
-    from kvmosaic.errors import InvalidConfig
+    from kvmosaic.errors import InvalidConfig, pip_install
 
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise InvalidConfig(f"the server needs {', '.join(missing)}; install it with: pip install 'kvmosaic[server]'")
+        raise InvalidConfig(f"the server needs {', '.join(missing)}; install it with: {pip_install('server')}")

@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 from kvmosaic.config import MAX_TIERS, LLMConfig, is_secret_text
+from kvmosaic.errors import pip_install
 from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.server.config_fields import VARIABLE_ONLY, Secrets, config_fields, read_config_file
@@ -357,7 +358,7 @@ def read_trace_endpoint(url: str | None) -> str | None:
     if not parts.path:
         raise ValueError(f"has no path; collectors take spans at /v1/traces, as in {EXAMPLE_ENDPOINT}")
     if not _is_installed():
-        raise ValueError("tracing needs OpenTelemetry; install it with: pip install 'kvmosaic[otel]'")
+        raise ValueError(f"tracing needs OpenTelemetry; install it with: {pip_install('otel')}")
     return url
 
 

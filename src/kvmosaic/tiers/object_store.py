@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
+from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable, pip_install
 from kvmosaic.tiers.settings import ObjectSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
@@ -33,7 +33,7 @@ try:
     from obstore.exceptions import BaseError
     from obstore.store import MemoryStore, from_url
 except ModuleNotFoundError as error:
-    raise InvalidConfig("an object tier needs the package obstore; pip install 'kvmosaic[tiers]'") from error
+    raise InvalidConfig(f"an object tier needs the package obstore; {pip_install('tiers')}") from error
 
 logger = logging.getLogger("kvmosaic")
 

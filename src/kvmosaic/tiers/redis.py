@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable
+from kvmosaic.errors import InvalidConfig, TierError, TierFull, TierUnavailable, pip_install
 from kvmosaic.tiers.settings import RedisSettings
 from kvmosaic.tiers.tier import (
     MAX_ENTRY_BYTES,
@@ -29,7 +29,7 @@ try:
     import redis
     from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 except ModuleNotFoundError as error:
-    raise InvalidConfig("a redis tier needs the package redis; pip install 'kvmosaic[tiers]'") from error
+    raise InvalidConfig(f"a redis tier needs the package redis; {pip_install('tiers')}") from error
 
 Command: TypeAlias = tuple[str | bytes | int | memoryview, ...]
 

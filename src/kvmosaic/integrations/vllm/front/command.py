@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, pip_install
 from kvmosaic.integrations.vllm.front.settings import PREFIX, FrontSettings
 from kvmosaic.integrations.vllm.plugin import NAME
 from kvmosaic.integrations.vllm.settings import (
@@ -128,7 +128,7 @@ def check_installed() -> None:
     """Raises InvalidConfig unless vLLM is installed for this Python."""
     if find_spec("vllm") is None:
         raise InvalidConfig(
-            "vLLM is not installed for this Python; install it with: pip install 'kvmosaic[vllm]' (on a CPU, in a "
+            f"vLLM is not installed for this Python; install it with: {pip_install('vllm')} (on a CPU, in a "
             "checkout: make .venv-vllm/.installed)"
         )
 

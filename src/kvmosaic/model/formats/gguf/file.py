@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kvmosaic.errors import ModelNotFound, UnsupportedModel
+from kvmosaic.errors import ModelNotFound, UnsupportedModel, pip_install
 from kvmosaic.model.formats.gguf.gguf_format import MAGIC, display_name
 from kvmosaic.model.formats.model_format import what_begins_with
 
@@ -255,7 +255,7 @@ def check_gguf(file: GgufFile) -> None:
     if missing:
         raise UnsupportedModel(
             f"GGUF files are read with {' and '.join(_PACKAGES)}, and {' and '.join(missing)} is not installed; "
-            "pip install 'kvmosaic[gguf]'"
+            f"{pip_install('gguf')}"
         )
     known = _architectures()
     if _plain(file.architecture) not in {_plain(name) for name in known}:
