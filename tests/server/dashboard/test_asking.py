@@ -6,6 +6,7 @@ import time
 from itertools import pairwise
 
 import httpx
+import pytest
 from support.screen import Screen
 from support.server import RunningServer
 
@@ -225,6 +226,7 @@ async def _keep_busy(server: RunningServer, seconds: float) -> None:
     server.busy = asyncio.create_task(server.services.engine.call(lambda engine: time.sleep(seconds)))
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_where_it_is_kept(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     assert "a toy" in screen.find("#toy").text and not screen.run("return document.getElementById('keep').checked")
@@ -241,6 +243,7 @@ def test_a_conversation_goes_on_where_it_is_kept(server: RunningServer, screen: 
     assert screen.run("localStorage.clear(); return document.getElementById('result').hidden")
 
 
+@pytest.mark.slow
 def test_an_answer_is_markdown_and_never_markup(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url)
     text = "## Plan\n\n1. **Ask** `x < y`\n2. <img src=x onerror=alert(1)>\n\n- one\n- two\n\n"
@@ -254,6 +257,7 @@ def test_an_answer_is_markdown_and_never_markup(server: RunningServer, screen: S
     )
 
 
+@pytest.mark.slow
 def test_repair_and_overlap_are_shown(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url)
     screen.run(

@@ -122,6 +122,7 @@ def test_nothing_moves_for_those_who_asked_for_that(filled: Screen) -> None:
     assert filled.run(moving) == 0
 
 
+@pytest.mark.slow
 def test_the_question_comes_first_and_what_is_for_operators_is_folded(server: RunningServer, screen: Screen) -> None:
     screen.look(width=390, height=740)
     screen.browser.get(server.url)
