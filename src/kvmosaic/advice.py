@@ -146,10 +146,7 @@ class _TenantHistory:
         return None if is_known else "other_replica"
 
     def note_unmarked(self, segment: Segment, reuse: SegmentReuse) -> tuple[int, tuple[str, ...]]:
-        """Computed tokens of documents that an ordinary prompt holds as text, and an earlier one held, too.
-
-        Also what to tell with the first prompt that holds several.
-        """
+        """Computed tokens of documents that this text and an earlier one hold; and what to tell with the first one."""
         text = (segment.text or "")[:_MAX_CHARACTERS]
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
             return 0, ()

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
-from kvmosaic.model import LoadedModel, load_model
+from kvmosaic.model import LoadedModel, load_model, quiet_libraries
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,16 @@ def test_a_folder_loads_without_a_tokenizer(folder: Path) -> None:
     assert model.eos_token_ids == (2,)
     assert model.is_movable
     assert model.bytes_per_token() == 2 * 2 * (16 + 16) * 4
+
+
+def test_loading_shows_no_bar_of_transformers_and_leaves_those_of_downloads(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    quiet_libraries()
+    load_model(folder)
+    assert "Loading weights" not in capfd.readouterr().err and not are_progress_bars_disabled()
 
 
 def test_a_folder_and_the_model_in_memory_agree(folder: Path) -> None:

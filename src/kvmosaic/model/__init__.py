@@ -24,9 +24,8 @@ __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 
 def quiet_libraries() -> None:
-    """Suppresses progress bars and advice of transformers in a command's output; errors still appear."""
+    """Suppresses advice of transformers in a command's output; errors and the progress of downloads still appear."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as bars
 
 from kvmosaic.errors import InvalidConfig, ModelNotFound, UnsupportedModel
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
@@ -21,12 +23,12 @@ def build_module(shown: str, source: str, config: Any, dtype: torch.dtype, optio
         options = {**options, "experts_implementation": "eager"}  # the grouped product of experts has no float64
     # where PEFT is installed, transformers asks the hub whether it has an adapter of this name, without our options
     options = {**options, "adapter_kwargs": {"local_files_only": True}}
-    module, report = fetch(
-        shown,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **options
-        ),
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, source, config=config, dtype=dtype, output_loading_info=True)
+    hook = bars.set_tqdm_hook(lambda _, given, named: bars.EmptyTqdm(*given, **named))  # those of downloads stay
+    try:
+        module, report = fetch(shown, partial(load, **options))
+    finally:
+        bars.set_tqdm_hook(hook)
     _check_complete(shown, report["missing_keys"])
     return module
 

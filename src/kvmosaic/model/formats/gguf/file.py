@@ -254,8 +254,8 @@ def check_gguf(file: GgufFile) -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UnsupportedModel(
-            f"GGUF files are read with {' and '.join(_PACKAGES)}, and {' and '.join(missing)} is not installed; "
-            f"{pip_install('gguf')}"
+            f"GGUF files run in llama.cpp ({pip_install('llama')}), or dequantized in transformers, for which "
+            f"{' and '.join(missing)} is not installed ({pip_install('gguf')})"
         )
     known = _architectures()
     if _plain(file.architecture) not in {_plain(name) for name in known}:
