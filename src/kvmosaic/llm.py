@@ -33,10 +33,10 @@ from kvmosaic.assembly import (
 from kvmosaic.attention import BackendName
 from kvmosaic.cache import ChunkCacheStats, Plan
 from kvmosaic.chunks import ChunkHandle, ChunkStore
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, check_priority
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
-from kvmosaic.engine.priorities import priorities_for
+from kvmosaic.engine.priorities import check_priority, priorities_for
 from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvmosaic.config import check_priority
+from kvmosaic.engine.priorities import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, NotMovable, UnknownRequest
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, Layout, Span, arrange

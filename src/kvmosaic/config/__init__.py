@@ -9,7 +9,6 @@ from kvmosaic.config.llm import (
     LLMConfig,
     ModelConfig,
     TierConfig,
-    check_priority,
     is_secret_text,
     setting_named,
 )

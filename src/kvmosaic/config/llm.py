@@ -19,26 +19,12 @@ from kvmosaic.config.setting import (
     settings_of,
     validate_settings,
 )
-from kvmosaic.errors import InvalidConfig, InvalidPriority
+from kvmosaic.errors import InvalidConfig
 from kvmosaic.tools import TOOL_FORMATS
 
 MAX_PRIORITY = 100
 """Max absolute priority of a request."""
 _model = partial(setting, panel="Model")
-
-
-def check_priority(priority: object) -> int:
-    """Returns the priority of a request, if it is valid.
-
-    Raises:
-        InvalidPriority: not a whole number between -100 and 100.
-    """
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise InvalidPriority(
-            f"the priority of a request is a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY} (0 by default, higher "
-            f"runs first), got {priority!r:.80}"
-        )
-    return priority
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvmosaic.advice import ReuseAdvisor
 from kvmosaic.cache import KVCache
-from kvmosaic.config import ChunkCacheConfig, EngineConfig, check_priority
+from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import OversizedPrompts, PlacedPrompt, Placer
+from kvmosaic.engine.priorities import check_priority
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of

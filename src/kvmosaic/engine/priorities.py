@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from kvmosaic.config import check_priority
+from kvmosaic.config import MAX_PRIORITY
 from kvmosaic.errors import InvalidPriority
 
 PriorityClass = Literal["low", "normal", "high"]
@@ -13,6 +13,20 @@ PriorityClass = Literal["low", "normal", "high"]
 AGING_SECONDS = 60.0
 """Seconds of waiting that count as one step of priority: people notice minutes, and the gap between a batch job and an
 interactive request, ten steps, is ten of them."""
+
+
+def check_priority(priority: object) -> int:
+    """Returns the priority of a request, if it is valid.
+
+    Raises:
+        InvalidPriority: not a whole number between -100 and 100.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise InvalidPriority(
+            f"the priority of a request is a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY} (0 by default, higher "
+            f"runs first), got {priority!r:.80}"
+        )
+    return priority
 
 
 def priorities_for(priority: int | Sequence[int], count: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
-from kvmosaic.config import check_priority
+from kvmosaic.engine.priorities import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
 from kvmosaic.integrations.vllm.contract import FIELD, How, ModelFacts, composed
 from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
