@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 MAX_STEPS = 3_000
@@ -24,11 +25,23 @@ class Inside:
         transfer = options.pop("kv_transfer_config", None)
         if transfer is not None:
             options["kv_transfer_config"] = KVTransferConfig(**transfer)
-        self.llm = LLM(model, **options)
+        self.llm = LLM(model, **_readable(model, options))
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
+
+
+def _readable(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a latent model: where the processor has AMX, another backend than that, which keeps no weights."""
+    import torch
+
+    config = json.loads(Path(model, "config.json").read_text())
+    return (
+        {"attention_backend": "CPU_MLA", **options}
+        if "kv_lora_rank" in config and torch.cpu._is_amx_tile_supported()
+        else options
+    )
 
 
 def serve(model: str, options: dict[str, Any], end: socket.socket) -> None:

@@ -43,8 +43,11 @@ def forget(engine: Any, tiers: list[str], connector: bool = False) -> None:
     for tier in worker_tiers().tiered_store.tiers:
         if tier.name in tiers:
             behind = getattr(tier, "tier", tier)
-            index = behind._store._index if tier.name == "disk" else behind._index
-            tier.delete_many(list(index), Deadline(10))
+            if tier.name == "redis":
+                behind._run(Deadline(10), lambda session: session.ask(("FLUSHDB",)))
+            else:
+                index = behind._store._index if tier.name == "disk" else behind._index
+                tier.delete_many(list(index), Deadline(10))
 
 
 def answer(engine: Any, asks: list[dict[str, Any]]) -> dict[str, Any]:
