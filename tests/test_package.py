@@ -118,14 +118,12 @@ EXTRAS = (
     *("xllamacpp", "vllm", "pydantic_settings"),
 )
 _ALONE = """
-import importlib, pkgutil, sys
+import importlib, sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in sys.argv[2].split():
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-import kvmosaic
-from kvmosaic.errors import pip_install
 for name in sys.argv[1].split():
     importlib.import_module(f"kvmosaic.{name}")
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import zlib
@@ -10,7 +11,7 @@ from contextlib import suppress
 import pytest
 from support.files import docx_file, pdf_file
 
-from kvmosaic.errors import InvalidDocument, MissingExtra
+from kvmosaic.errors import InvalidDocument, MissingExtra, pip_install
 from kvmosaic.extraction import extract_text
 from kvmosaic.extraction.worker import read_html
 
@@ -68,7 +69,7 @@ def test_file_without_text_is_refused_with_the_reason(content: bytes, name: str,
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmosaic.extraction.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pypdfium2 .* pip install .*\[files\]'"):
+    with pytest.raises(MissingExtra, match=rf"pypdfium2 .* {re.escape(pip_install('files'))}"):
         extract_text(b"%PDF", "a.pdf")
 
 

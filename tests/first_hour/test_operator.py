@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.served import serving
+from support.server import serving
 
 pytestmark = pytest.mark.slow
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
 
-from kvmosaic.errors import UnsupportedModel
+from kvmosaic.errors import UnsupportedModel, pip_install
 from kvmosaic.llama import interface
 from kvmosaic.llama.interface import Package
 
@@ -32,7 +33,7 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, libra
 def test_without_any_package_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "PACKAGES", (Package("absent", "absent_llama", (), ANY),))
     assert not interface.is_installed()
-    with pytest.raises(UnsupportedModel, match=r"not installed; pip install .*\[llama\]', or take engine="):
+    with pytest.raises(UnsupportedModel, match=rf"not installed; {re.escape(pip_install('llama'))}, or take engine="):
         interface.bindings.__wrapped__()
 
 

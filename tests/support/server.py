@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,13 @@ class ServeCommand:
         self.log = ""
         self.url = ""
 
+    @classmethod
+    def typed(cls, *arguments: str) -> ServeCommand:
+        """With these arguments alone, and the environment as it is."""
+        command = cls(is_fresh=True)
+        command._arguments, command._environment = ("serve", *arguments, "--port", "0"), dict(os.environ)
+        return command
+
     def __enter__(self) -> ServeCommand:
         self.process: subprocess.Popen[str] | ForkedCommand
         if self._program is None:
@@ -218,6 +226,15 @@ class ServeCommand:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log += line
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[ServeCommand]:
+    """`kvmosaic serve` as a person types it: until it is ready, and to an orderly end."""
+    with ServeCommand.typed(*arguments) as command:
+        yield command.until_ready()
+        command.stop()
+        assert command.wait() == 0, command.log
 
 
 def wait_until(condition: Any, seconds: float = 60.0) -> None:

@@ -89,25 +89,23 @@ class NumberedPattern:
 
     def find(self, text: str) -> Iterator[FoundDocument]:
         """The documents in a text, in order; none if there is only one number."""
-        first = next((each for each in self.opening.finditer(text) if int(each["number"]) <= 1), None)
-        if first is None:
-            return
-        marks = [first]
-        for each in self.opening.finditer(text, first.end()):
-            if (int(each["number"]), each["before"], each["after"]) == (
-                int(first["number"]) + len(marks),
-                first["before"],
-                first["after"],
-            ):
+        marks: list[re.Match[str]] = []
+        for each in self.opening.finditer(text):
+            number, around = int(each["number"]), each.group("before", "after")
+            if not marks:
+                marks += [each] if number <= 1 else []
+            elif number == int(marks[0]["number"]) + len(marks) and around == marks[0].group("before", "after"):
                 marks.append(each)
+        if len(marks) < 2:
+            return
         last = _EMPTY_LINE.search(text, marks[-1].end())
         ends = [*(each.start() for each in marks[1:]), last.start() if last else len(text)]
-        if len(marks) > 1:
-            for mark, end in zip(marks, ends, strict=True):
-                yield FoundDocument(mark.end(), end, f"pattern {self.name}")
+        for mark, end in zip(marks, ends, strict=True):
+            yield FoundDocument(mark.end(), end, f"pattern {self.name}")
 
 
-PATTERNS: Mapping[str, TaggedPattern | RegionPattern | NumberedPattern] = {
+TemplatePattern = TaggedPattern | RegionPattern | NumberedPattern
+PATTERNS: Mapping[str, TemplatePattern] = {
     pattern.name: pattern
     for pattern in (
         TaggedPattern(
@@ -185,7 +183,7 @@ class TemplatePatterns:
     Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`.
     """
 
-    patterns: tuple[TaggedPattern | RegionPattern | NumberedPattern, ...]
+    patterns: tuple[TemplatePattern, ...]
 
     def find(self, text: str) -> list[FoundDocument]:
         """The documents in a text, in order."""

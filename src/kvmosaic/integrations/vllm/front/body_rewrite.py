@@ -72,9 +72,8 @@ def may_have_documents(content: bytes, settings: FrontSettings) -> bool:
     """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
     separator = settings.chunk_separator
     names = read_find_documents(settings.find_documents)
-    if names not in ((), ONLY_AUTO) or settings.document_pattern or b'"find_documents"' in content:
-        return True
-    if names == ONLY_AUTO and any(hint.encode() in content for hint in HINTS):
+    has_hint = names != ONLY_AUTO or settings.document_pattern or any(hint.encode() in content for hint in HINTS)
+    if (names and has_hint) or b'"find_documents"' in content:
         return True
     if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
