@@ -212,6 +212,8 @@ class _Watch:
         self._lock = threading.Lock()
         self._limits: dict[int, float] = {}
         """Of threads, by their number: the CPU time at which they end."""
+        self._raised: set[int] = set()
+        """Those of them in which an exception was raised."""
         self._is_watching = False
 
     def begin(self, end: float) -> None:
@@ -226,7 +228,9 @@ class _Watch:
         """Ends what `begin` began; an exception that has not been raised yet never is."""
         thread = threading.get_ident()
         with self._lock:
-            is_raised = self._limits.pop(thread, None) is None
+            self._limits.pop(thread, None)
+            is_raised = thread in self._raised
+            self._raised.discard(thread)
         if is_raised:
             with suppress(_TakenBack):
                 _raise_in(thread, _TakenBack)
@@ -239,8 +243,8 @@ class _Watch:
             with self._lock:
                 for thread, end in list(self._limits.items()):
                     if _cpu_seconds_of(thread) > end + _WATCH_SECONDS:
-                        del self._limits[thread]
-                        _raise_in(thread, TooMuchWork)
+                        self._raised.add(thread)
+                        _raise_in(thread, TooMuchWork)  # again and again: Python drops what ends a weak reference's callback
                 if not self._limits:
                     self._is_watching = False
                     return

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from array import array
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -117,6 +118,7 @@ def test_a_text_that_takes_too_much_time_is_given_up() -> None:
     assert encoder.encode([foreign("ferry")]).token_ids, "another one is read as ever"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end any callback
 def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "_WATCH_SECONDS", 0.01)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -127,6 +129,26 @@ def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) ->
     assert limited_call(60, lambda: encoder.encode_chat(question))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end any callback
+def test_work_is_ended_where_python_drops_the_first_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does in the callback of a weak reference, and in `__del__`."""
+    monkeypatch.setattr(container, "_WATCH_SECONDS", 0.01)
+    num_dropped = 0
+
+    def never_ends() -> None:
+        nonlocal num_dropped
+        while True:
+            with suppress(TooMuchWork) if num_dropped < 2 else nullcontext():
+                while True:
+                    pass
+            num_dropped += 1
+
+    with pytest.raises(TooMuchWork):
+        limited_call(0.02, never_ends)
+    assert num_dropped == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end any callback
 def test_a_limit_ends_nothing_behind_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the exception of the watch comes: inside of the call, at its end, or never."""
     monkeypatch.setattr(container, "_WATCH_SECONDS", 0.0001)

@@ -215,6 +215,7 @@ def test_warming_ends_when_its_client_leaves(app: App, front: Any) -> None:
     in_loop(leaving)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end any callback
 def test_what_takes_too_much_processor_time_to_read_is_given_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmosaic.integrations.vllm.front.middleware.CPU_SECONDS", 0.05)
     documents = [{"text": f"The ferry number {number} goes. " * 40} for number in range(4_000)]
