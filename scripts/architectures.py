@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,17 +18,19 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.engines import answer, build_engine, token_ids  # noqa: E402
+from support.engines import GREEDY, answer, build_engine, token_ids  # noqa: E402
 from support.engines import dense_logits as dense_answer_logits  # noqa: E402
-from support.families import FAMILIES, build  # noqa: E402
+from support.families import FAMILIES, HYBRIDS, build  # noqa: E402
+from support.float64 import Float64  # noqa: E402
+from support.hybrid import oracle_logits  # noqa: E402
 from support.loaded import dense_layout, dense_logits, random_prompt  # noqa: E402
 from support.reference import eager_logits  # noqa: E402
 
-from kvmosaic.errors import UnsupportedModel  # noqa: E402
+from kvmosaic.errors import WAY_OUT, UnsupportedModel  # noqa: E402
 from kvmosaic.layers import LayerSpec  # noqa: E402
 from kvmosaic.layout import arrange  # noqa: E402
 from kvmosaic.model import LoadedModel  # noqa: E402
-from kvmosaic.model.unsupported import WAY_OUT  # noqa: E402
+from kvmosaic.prompt import Prompt  # noqa: E402
 
 Measure = Callable[[LoadedModel], float | None]
 """Takes a model, returns the largest difference of a logit, or None where it does not apply."""
@@ -39,7 +42,8 @@ Look your model up below, or check it:
     kvmosaic check path/to/a/model
 
 Written by `scripts/architectures.py` with transformers {version} and torch {torch}; run it again instead of editing.
-{num_movable} architectures are movable, {num_fixed} usable without moving, {num_refused} refused.
+{num_movable} architectures are movable, {num_hybrid} of them with [layers that carry a state](#with-a-state);
+{num_fixed} are usable without moving, {num_refused} refused.
 
 Each was run as a tiny random model in float64, with windows of 8 tokens. Its properties were detected by running its
 own attention at load.
@@ -55,12 +59,20 @@ own attention at load.
 | our dense attention / transformers' eager attention (Falcon: sdpa), composed prompts, `shared` positions | {dense} |
 | the engine (chunks cached, cold and warm) / one dense forward, in `shared` positions | {composed} |
 | the same in `sequential` positions, where cached chunks are moved | {moved} |
+| with a state: the engine / transformers alone, token by token, its caches joined, in `shared` positions | {states} |
 
 In some models a token depends on its absolute position by more than the rotation (Beam, Ministral 3, Mistral 4,
 Llama 4): a moved chunk then differs from a dense forward at the new position. Llama 4 is limited to sequences and
 forwards shorter than its `floor_scale`. Falcon rounds its bias to bfloat16; in a finer type its chunks are used only at
 the positions where they were computed.
 """
+
+
+STATES = """Beside their layers with attention, these have layers that carry a state from token to token: a memory, the
+last inputs of a convolution, or both. What a document does to a memory is cached with it, and applied in the order of
+the prompt ([how](models.md#layers-with-a-state)).
+
+- **memory**: what a document multiplies it by, found at load by running the layer."""
 
 
 FIXED = """`shared` and `absolute` positions only: `sequential`, and `chunk_context="none"` in `shared` positions, are
@@ -129,8 +141,27 @@ def _kept(layer: LayerSpec) -> str:
     return str(layer.num_kv_heads * (layer.key_dim + layer.value_dim))
 
 
+def _memory(model: LoadedModel) -> str:
+    kinds = {"left": "a matrix per head", "right": "a matrix per head", None: "none, a convolution only"}
+    layer = model.state_layers[0]
+    if layer.kind == "numbers":
+        return "a number per head" if layer.constant else "a number per channel"
+    return kinds[layer.kind]
+
+
+def state_difference(model: LoadedModel) -> float:
+    """Engine against transformers alone, documents in two orders, cold and warm."""
+    engine, largest = build_engine(model), 0.0
+    parts = [list(segment.token_ids or ()) for segment in random_prompt().segments]
+    for chunks in (parts[1:-1], parts[-2:0:-1]) * 2:
+        prompt = Prompt.from_tokens(parts[0], chunks, parts[-1])
+        request, logits = answer(engine, prompt, replace(GREEDY, max_tokens=1))
+        largest = max(largest, float((logits[0] - oracle_logits(model.module, request.layout)[-1]).abs().max()))
+    return largest
+
+
 def _label(family: str) -> str:
-    model_type = FAMILIES[family].model_type
+    model_type = (FAMILIES | HYBRIDS)[family].model_type
     return f"`{model_type}`" + ("" if family == model_type else f" ({family})")
 
 
@@ -160,11 +191,12 @@ def _table(columns: list[str], rows: list[tuple[str, tuple[str, ...]]]) -> str:
 Rows = list[tuple[str, tuple[str, ...]]]
 
 
-def page(movable: Rows, fixed: Rows, refused: Rows, **numbers: str | int) -> str:
+def page(movable: Rows, hybrid: Rows, fixed: Rows, refused: Rows, **numbers: str | int) -> str:
     """The whole page."""
     columns = ["architectures", "rotation", "mask", "kept"]
-    text = HEADER.format(num_fixed=len(fixed), num_refused=len(refused), **numbers)
+    text = HEADER.format(num_hybrid=len(hybrid), num_fixed=len(fixed), num_refused=len(refused), **numbers)
     text += "\n## Movable\n\n" + _table(columns, movable)
+    text += "\n\n## With a state\n\n" + STATES + "\n\n" + _table([*columns, "memory"], hybrid)
     text += "\n\n## Usable without moving\n\n" + FIXED + "\n\n"
     text += _table([*columns, "why"], fixed)
     text += "\n\n## Refused\n\nEach is refused at load with the reason. "
@@ -178,6 +210,7 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
         How many are movable, usable without moving, and refused.
     """
     movable: Rows = []
+    hybrid: Rows = []
     fixed: Rows = []
     refused: Rows = []
     types: set[str] = set()
@@ -196,13 +229,23 @@ def write_table(path: Path, measures: dict[str, Measure]) -> tuple[int, int, int
             types.add(FAMILIES[family].model_type)
         else:
             fixed.append((_label(family), (*_properties(model), str(model.immovable_reason))))
+    states = 0.0
+    for family in HYBRIDS:
+        print(family, flush=True)
+        with Float64():
+            model = LoadedModel.from_module(build(family))
+        states = max(states, state_difference(model))
+        hybrid.append((_label(family), (*_properties(model), _memory(model))))
+        types.add(HYBRIDS[family].model_type)
     text = page(
         movable,
+        hybrid,
         fixed,
         refused,
         version=transformers.__version__,
         torch=torch.__version__,
         num_movable=len(types),
+        states=f"{states:.0e}",
         **{name: f"{difference:.0e}" for name, difference in largest.items()},
     )
     path.write_text(text, encoding="utf-8")

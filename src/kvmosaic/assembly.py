@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -81,6 +81,8 @@ Settings = TypeVar("Settings")
 _FREE_SHARE_CPU, _FREE_SHARE_GPU = 0.25, 0.7
 """Of the free memory, for a chunk cache whose size is `auto`. A computer has other programs, a GPU has activations."""
 _MIN_CACHE_BYTES = 64 * 2**20
+_TURN_TOKENS, _DOCUMENT_TOKENS = 2048, 512
+"""Of models with states: how much text there is to one of them, in the request cache and in the chunk cache."""
 BUNDLED_READER = "reader"
 """The name of the small model that comes with the package."""
 
@@ -371,13 +373,21 @@ def build_engine(
         InvalidConfig: a setting that cannot work, a tier that cannot be opened among them.
     """
     bytes_per_block = model.bytes_per_token() * config.block_size
-    request_blocks = blocks_within(parse_bytes(engine_config.request_cache_size), bytes_per_block, "request_cache_size")
+    request_bytes, max_states = parse_bytes(engine_config.request_cache_size), 0
+    if model.state_bytes:
+        max_states = _states_within(request_bytes, model.state_bytes, _TURN_TOKENS * model.bytes_per_token())
+        request_bytes -= max_states * model.state_bytes
+    request_blocks = blocks_within(request_bytes, bytes_per_block, "request_cache_size")
     engine = engine_named(model.engine_name)
     if engine.max_cells is not None:
         request_blocks = min(request_blocks, -(-engine.max_cells // config.block_size))
     chunk_blocks = 1
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
+        if model.map_bytes:
+            most = _states_within(capacity, model.map_bytes, _DOCUMENT_TOKENS * model.bytes_per_token())
+            config = replace(config, max_chunks=min(config.max_chunks, most))
+            capacity -= config.max_chunks * model.map_bytes
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
     num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
     num_tokens = sum(num_blocks.values()) * config.block_size + engine.working_cells(num_blocks, config.block_size)
@@ -389,14 +399,34 @@ def build_engine(
         chunk_blocks=chunk_blocks,
         prefix_caching=engine_config.enable_prefix_caching,
         bytes_per_block=bytes_per_block,
+        max_states=max_states,
     )
     runner = engine.build_runner(model, num_blocks, config.block_size, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
+        if model.map_bytes:
+            raise InvalidConfig(
+                "this model has layers with a state, and tiers keep keys and values only; leave out the tiers"
+            )
         if tier_config.chunk_codec != "none" and (reason := engine.no_codec_reason):
             raise InvalidConfig(f"chunk_codec={tier_config.chunk_codec!r} rounds numbers, and {reason}")
         offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
+
+
+def _states_within(num_bytes: int, state_bytes: int, text_bytes: int) -> int:
+    """How many states a cache has room for, beside the keys and values of their texts.
+
+    Raises:
+        InvalidConfig: not even for two.
+    """
+    count = num_bytes // (state_bytes + text_bytes)
+    if count < 2:
+        raise InvalidConfig(
+            f"a state of this model takes {_mib(state_bytes)}, the text that belongs to it {_mib(text_bytes)}, and a "
+            f"cache has {_mib(num_bytes)}; give it {_mib(4 * (state_bytes + text_bytes))} or more"
+        )
+    return count
 
 
 def _chunk_capacity(model: AnyModel, config: ChunkCacheConfig, request_bytes: int) -> int:
@@ -457,6 +487,10 @@ def _share_of_free_memory(model: AnyModel, request_bytes: int) -> int:
     """The size of a chunk cache that is `auto`."""
     share = _FREE_SHARE_CPU if str(model.device) == "cpu" else _FREE_SHARE_GPU
     return max(int(share * (free_memory_bytes(model.device) - request_bytes)), _MIN_CACHE_BYTES)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _gib(num_bytes: int) -> str:

@@ -244,7 +244,9 @@ class _Watch:
                 for thread, end in list(self._limits.items()):
                     if _cpu_seconds_of(thread) > end + _WATCH_SECONDS:
                         self._raised.add(thread)
-                        _raise_in(thread, TooMuchWork)  # again and again: Python drops what ends a weak reference's callback
+                        _raise_in(
+                            thread, TooMuchWork
+                        )  # again and again: Python drops what ends a weak reference's callback
                 if not self._limits:
                     self._is_watching = False
                     return

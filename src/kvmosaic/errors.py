@@ -302,6 +302,10 @@ class ModelNotFound(ModelError):
     """No folder, no file and no hub name."""
 
 
+WAY_OUT = "use another model, docs/architectures.md lists the supported ones"
+"""The last words of messages about models that cannot be run."""
+
+
 class UnsupportedModel(ModelError):
     """A model whose attention cannot be reached, or not be composed of parts."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from support.families import FAMILIES, configuration, each_family
+from support.families import FAMILIES, HYBRIDS, configuration, each_family
 from support.loaded import loaded_family
 
 from kvmosaic.capacity import ModelFacts
@@ -29,7 +29,7 @@ REFUSED = [name for name, about in FAMILIES.items() if about.is_refused and name
 
 
 def count_family(family: str, dtype: torch.dtype = torch.float64, **changes: object) -> ModelFacts:
-    about = FAMILIES[family]
+    about = (FAMILIES | HYBRIDS)[family]
     make = (
         getattr(transformers, about.architecture)._from_config
         if about.architecture
@@ -68,9 +68,11 @@ def test_what_cannot_be_counted_says_what_to_do(family: str) -> None:
         count_family(family)
 
 
-def test_linear_attention_is_named_as_what_cannot_be_composed() -> None:
-    with pytest.raises(UnsupportedModel, match=r"state .*cannot be composed"):
-        count_family("qwen3_next")
+def test_a_hybrid_model_is_counted_with_its_states() -> None:
+    facts = count_family("qwen3_next", torch.float32)
+    assert len(facts.layers) == 1 and facts.kv_bytes_per_token == 2 * 2 * 16 * 4
+    # three layers: 4 heads of 8 x 8, and the last 4 inputs of 2 x 2 x 8 + 4 x 8 channels
+    assert facts.state_bytes == 3 * (4 * 8 * 8 + 4 * 64) * 4
 
 
 def test_grouped_queries_latents_and_shared_layers_in_numbers() -> None:

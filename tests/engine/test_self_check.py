@@ -129,7 +129,7 @@ def test_a_backend_that_is_wrong_in_a_single_layer_is_found(dtype, index, fault)
 
     backend = Wrong()
 
-    def forward(self, token_ids, positions, logit_rows, receiver):
+    def forward(self, token_ids, positions, logit_rows, receiver, mixer=None):
         def note_layer(call):
             backend.layer_index = call.layer_index
             return receiver(call)

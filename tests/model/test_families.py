@@ -11,10 +11,9 @@ from support.loaded import dense_layout, dense_logits, loaded_family, random_pro
 from support.reference import eager_logits
 
 from kvmosaic.attention.dense import DenseAttention
-from kvmosaic.errors import NotMovable, UnsupportedModel
+from kvmosaic.errors import WAY_OUT, NotMovable, UnsupportedModel
 from kvmosaic.layers import AttentionCall
 from kvmosaic.model import LoadedModel
-from kvmosaic.model.unsupported import WAY_OUT
 from kvmosaic.rope import Rotation, rotate
 
 SUPPORTED = [name for name, about in FAMILIES.items() if not about.is_refused]

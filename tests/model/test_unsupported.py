@@ -50,7 +50,7 @@ def test_a_decoder_with_relative_buckets_is_refused():
         LoadedModel.from_module(model)
 
 
-@pytest.mark.parametrize("family", ["mamba", "jamba", "roformer"])
+@pytest.mark.parametrize("family", ["mamba", "recurrent_gemma", "roformer"])
 def test_a_refused_model_is_refused_with_the_chunk_cache_off_too(family, tmp_path):
     build(family, torch.float32).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="use another model"):

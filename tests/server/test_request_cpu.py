@@ -8,6 +8,8 @@ import httpx
 import pytest
 from support.server import RunningServer
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may end any callback
+
 LONG = "The ferry goes to Oak Island. " * 60_000
 ROLLING = {"sink_tokens": 4, "window_tokens": 64, "max_tokens": 2}
 

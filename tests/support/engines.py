@@ -17,6 +17,7 @@ from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine import Engine, Request
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
+from kvmosaic.engine.self_check.composed import DenseStates
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
@@ -62,6 +63,7 @@ def build_engine(
         request_blocks=request_blocks,
         chunk_blocks=chunk_blocks,
         prefix_caching=prefix_caching,
+        max_states=request_blocks if model.state_layers else 0,
         clock=clock,
     )
     sizes = {"request": request_blocks, "chunk_cache": chunk_blocks}
@@ -119,11 +121,13 @@ def dense_logits(model: LoadedModel, layout: Layout, generated: Sequence[int]) -
     last = layout.last
     ids = (*last.token_ids, *generated[:-1])
     longer = replace(last, segment=replace(last.segment, token_ids=ids))
-    written = dense(replace(layout, spans=(*layout.spans[:-1], longer)))
+    layout = replace(layout, spans=(*layout.spans[:-1], longer))
+    written = dense(layout)
     count = len(written.token_ids)
     return model.forward(
         torch.from_numpy(written.token_ids).to(model.device),
         torch.from_numpy(written.positions).to(model.device),
         torch.arange(count - len(generated), count, device=model.device),
         DenseAttention(written, model.layers),
+        DenseStates([layout]) if model.state_layers else None,
     )

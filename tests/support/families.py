@@ -327,25 +327,8 @@ FAMILIES: dict[str, Family] = {
     "falcon_mamba": _family("falcon_mamba", **_STATE),
     "rwkv": _family("rwkv", **_STATE),
     "xlstm": _family("xlstm", leave_out=("head_dim",), **_STATE),
-    "jamba": _family("jamba", {"num_experts": 2, "use_mamba_kernels": False}, **_STATE),
-    "bamba": _family("bamba", **_STATE),
-    "nemotron_h": _family("nemotron_h", **_STATE),
-    "falcon_h1": _family(
-        "falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}, **_STATE
-    ),
-    "lfm2": _family("lfm2", {"layer_types": ["conv", "full_attention"]}, **_STATE),
     "recurrent_gemma": _family("recurrent_gemma", {"num_hidden_layers": 3}, **_STATE),
-    "minimax": _family(
-        "minimax", _EXPERTS, {"layer_types": ["full_attention", "linear_attention"], "block_size": 8}, **_STATE
-    ),
-    "qwen3_next": _family(
-        "qwen3_next",
-        _EXPERTS,
-        {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2},
-        {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-        **_STATE,
-    ),
-    "zaya": _family("zaya", _EXPERTS, {"num_experts_per_tok": 1}, **_STATE),
+    "zaya": _family("zaya", _EXPERTS, {"num_experts_per_tok": 1}, is_refused=True, reason="one output per token"),
     "deepseek_v4_compressed": _family(
         "deepseek_v4",
         _EXPERTS,
@@ -357,6 +340,42 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, is_refused=True, reason="index"),
 }
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_expand": 2, "mamba_n_groups": 1}
+_ALTERNATING = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": _family("qwen3_next", _EXPERTS, _DELTA),
+    "qwen3_5": _family("qwen3_5_text", _DELTA, {"linear_key_head_dim": 20}),
+    "olmo_hybrid": _family("olmo_hybrid", _DELTA, {"linear_num_key_heads": 4, "linear_value_head_dim": 16}),
+    "kimi_linear": _family("kimi_linear", _EXPERTS, _LATENT, _DELTA, {"linear_num_heads": 4, "linear_head_dim": 8}),
+    "minimax": _family("minimax", _EXPERTS, _ALTERNATING, {"block_size": 8}),
+    "jamba": _family("jamba", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}),
+    "bamba": _family("bamba", _MAMBA, {"attn_layer_indices": [1], "num_hidden_layers": 3, "mamba_chunk_size": 8}),
+    "granitemoehybrid_mamba": _family(
+        "granitemoehybrid",
+        _EXPERTS,
+        _MAMBA,
+        {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3, "shared_intermediate_size": 32},
+    ),
+    "falcon_h1": _family("falcon_h1", _MAMBA, {"mamba_d_ssm": 128, "mamba_chunk_size": 8}),
+    "nemotron_h": _family(
+        "nemotron_h",
+        _EXPERTS,
+        {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "num_hidden_layers": 4, "chunk_size": 8},
+        {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
+        {"moe_shared_expert_intermediate_size": 32, "time_step_min": 1e-12},  # transformers clamps in prefills alone
+    ),
+    "lfm2": _family("lfm2", {"layer_types": ["conv", "full_attention"]}),
+}
+"""Models with layers that carry a state from token to token, beside layers with attention."""
 
 SPECIMENS = frozenset(
     "llama nanochat olmo granite smollm3 starcoder2 gemma2 gemma3n phi3 cohere2 glm gpt_oss laguna llama4 "
@@ -372,7 +391,7 @@ def each_family(names: Iterable[str]) -> list[Any]:
 
 def configuration(family: str, **changes: Any) -> Any:
     """The family's tiny configuration."""
-    about = FAMILIES[family]
+    about = (FAMILIES | HYBRIDS)[family]
     if about.model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {about.model_type}")
     settings = {name: value for name, value in _SHAPE.items() if name not in about.leave_out} | about.settings | changes
@@ -390,16 +409,14 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
         changes: settings that replace the family's.
     """
     with Float64() if dtype is torch.float64 else nullcontext():
-        config = configuration(family, **changes)
-        architecture = FAMILIES[family].architecture
+        about, config = (FAMILIES | HYBRIDS)[family], configuration(family, **changes)
+        architecture = about.architecture
         source = (
             getattr(transformers, architecture)._from_config
             if architecture
             else (transformers.AutoModelForCausalLM.from_config)
         )
-        model = source(
-            config, dtype=dtype, attn_implementation=FAMILIES[family].attention, experts_implementation="eager"
-        )
+        model = source(config, dtype=dtype, attn_implementation=about.attention, experts_implementation="eager")
         randomize(model, seed)
     model.eval().requires_grad_(False)
     return make_float64(model) if dtype is torch.float64 else model

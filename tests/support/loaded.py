@@ -13,6 +13,7 @@ from kvmosaic.layout import DenseLayout, arrange, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from support.families import build
+from support.float64 import Float64
 from support.tokenizers import CHATML, make_tokenizer
 
 
@@ -49,3 +50,10 @@ def dense_logits(model: LoadedModel, layout: DenseLayout) -> Tensor:
         torch.arange(len(layout.token_ids)),
         DenseAttention(layout, model.layers),
     )
+
+
+@cache
+def loaded_hybrid(family: str) -> LoadedModel:
+    """A tiny model with layers that carry a state; it computes in float64 throughout, also when it is tried."""
+    with Float64():
+        return LoadedModel.from_module(build(family))

@@ -13,6 +13,7 @@ from kvmosaic.attention.interface import (
     PoolName,
     RowGroup,
     RowRules,
+    RowStates,
     SpanRows,
 )
 from kvmosaic.lazy import lazy_names

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from kvmosaic.cache.states import SavedState, StateProgress
 from kvmosaic.layers.geometry import MaskSpec
 from kvmosaic.layout import Visibility
 
@@ -106,6 +107,15 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RowStates:
+    """States of consecutive tokens of a span, for layers that carry one from token to token."""
+
+    progress: StateProgress
+    seen: tuple[SavedState, ...] = ()
+    """Those of the spans that the first tokens of a span see, in prompt order."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpanRows:
     """Consecutive tokens of one span, to be computed in a step.
 
@@ -117,6 +127,7 @@ class SpanRows:
     num_logits: number of tokens at the end that need logits
     rules: what is special about rows of a repair, or of a text with a rolling window
     adapter: digest of the low-rank adapter that computes them; empty: none
+    state: for models with states, what they continue from, and where their states go
     """
 
     token_ids: Sequence[int]
@@ -128,3 +139,4 @@ class SpanRows:
     num_logits: int = 0
     rules: RowRules = ORDINARY_ROWS
     adapter: str = ""
+    state: RowStates | None = None

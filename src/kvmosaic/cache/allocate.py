@@ -278,6 +278,8 @@ class Allocator:
         for here in found:
             for entry in _held(here):
                 entry.hits += not again
+                if entry.state is not None:
+                    self._prefix.states.use(entry)
             if here.source is not None:
                 self._prefix.release((here.source,))  # the step copies it before anything is written
         for chunk in acquired:
@@ -378,6 +380,7 @@ class Allocator:
             is_closed=closed,
             computed=reused,
             entries=here.entries,
+            state=here.state,
         )
 
 

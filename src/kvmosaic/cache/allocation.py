@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
@@ -14,6 +14,7 @@ from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import Holder, PrefixEntry
+from kvmosaic.cache.states import SavedState
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 
@@ -55,6 +56,10 @@ class SpanAllocation:
     registered: list[PrefixEntry] = field(default_factory=list, repr=False)
     """The subset of `entries` that this span registered in step `registered_step`."""
     registered_step: int = -1
+    state: SavedState | None = field(default=None, repr=False)
+    """For models with states: the one after the last computed token."""
+    given: list[PrefixEntry] = field(default_factory=list, repr=False)
+    """The entries that got a state of step `registered_step`."""
     is_unregistrable: bool = False
     """A block could not or must not be registered, so later blocks cannot be either."""
     num_left: int = 0
@@ -87,8 +92,7 @@ class SpanAllocation:
         num_blocks = len(self.table.block_ids) if is_whole else self.computed // size
         if self.is_unregistrable or num_blocks == len(self.entries):
             return
-        if self.registered_step != step:
-            self.registered, self.registered_step = [], step
+        self._begin(step)
         width = size * TOKEN_BYTES
         for index in range(len(self.entries), num_blocks):
             tokens = bytes(self.tokens[index * width : (index + 1) * width])
@@ -101,6 +105,27 @@ class SpanAllocation:
             self.entries.append(entry)
             if is_new:
                 self.registered.append(entry)
+
+    def give_states(self, prefix: PrefixCache, states: Sequence[tuple[int, SavedState]], step: int) -> None:
+        """Lets registered blocks hold the states after their last tokens.
+
+        Args:
+            prefix: the cache that they are in.
+            states: after so many tokens of the span.
+            step: the step that computes these.
+        """
+        size = self.table.pool.block_size
+        self._begin(step)
+        for count, state in states:
+            number = -(-count // size) - 1
+            if number < len(self.entries) and number * size + len(self.entries[number].tokens) // TOKEN_BYTES == count:
+                entry = self.entries[number]
+                if prefix.states.give(entry, state):
+                    self.given.append(entry)
+
+    def _begin(self, step: int) -> None:
+        if self.registered_step != step:
+            self.registered, self.given, self.registered_step = [], [], step
 
     def register_tail(self, prefix: PrefixCache, chain: KeyChain, step: int) -> None:
         """Registers the partly filled last block of a span that no longer grows, with its computed tokens.
@@ -139,6 +164,7 @@ class SpanAllocation:
             computed=self.computed,
             computed_step=self.computed_step,
             entries=self.entries.copy(),
+            state=self.state,
             is_unregistrable=self.is_unregistrable,
             num_left=self.num_left,
         )

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.block_table import BlockTable
 from kvmosaic.cache.keys import Key, decode_tokens
+from kvmosaic.cache.states import SavedState
 
 MAX_NAMES = 16
 
@@ -83,6 +84,8 @@ class Chunk:
     """The step that completed it."""
     codec: str = ""
     """The lossy codec of the tier it was loaded from; empty if none."""
+    saved_state: SavedState | None = field(default=None, repr=False)
+    """For models with states: what its tokens do to a state."""
     is_stored: bool = False
     """Whether a persistent tier has it, or will soon."""
     queue_entry: QueueEntry | None = field(default=None, repr=False)

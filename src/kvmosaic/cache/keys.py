@@ -71,7 +71,8 @@ class KeyChain:
     carry their length, so no two different inputs give the same bytes to hash.
 
     What was seen is an unordered multiset: attention does not depend on the order of keys. So a question that reads the
-    same chunks at the same distances has one root, independent of the prompt order.
+    same chunks at the same distances has one root, independent of the prompt order. For models with states, which do
+    depend on it, chains are made with `is_ordered`.
 
     Roots and runs are always SHA-256: they enter other keys, where a collision would go unnoticed. `xxh3_128` makes the
     lookup keys of blocks and chunks faster to compute. It does not resist crafted collisions, so the prefix cache then
@@ -87,10 +88,12 @@ class KeyChain:
         *,
         tenant: str = "",
         adapter: str = "",
+        is_ordered: bool = False,
     ) -> None:
         if algorithm not in _DIGESTS:
             raise InvalidConfig(f"hash_algorithm is {algorithm!r}; choose 'sha256' or 'xxh3_128'")
         self.algorithm = algorithm
+        self._is_ordered = is_ordered
         self._digest = _DIGESTS[algorithm]
         tenant = "" if tenant == DEFAULT_TENANT else tenant
         self._origin = _ROOT + _text(fingerprint) + _text(tenant) + _text(salt)
@@ -99,7 +102,7 @@ class KeyChain:
 
     def root(self, start: int, seen: Iterable[tuple[Key, int]] = ()) -> Key:
         """The key of a span before its first token: its start, and the runs it saw, each with its distance."""
-        views = sorted(seen)
+        views = list(seen) if self._is_ordered else sorted(seen)
         parts = [self._origin, struct.pack("<qI", start, len(views))]
         parts += [struct.pack("<qI", distance, len(key)) + key for key, distance in views]
         return Key(_sha256(b"".join(parts)))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from kvmosaic.cache.allocate import Allocator, CapacityCheck
-from kvmosaic.cache.allocation import Allocation, freed_request_blocks
+from kvmosaic.cache.allocation import Allocation, SpanAllocation, freed_request_blocks
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.block_table import BlockCopy
 from kvmosaic.cache.chunk import Chunk, ChunkState
@@ -15,6 +15,7 @@ from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
+from kvmosaic.cache.states import SavedState, StateProgress, needs_map
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
@@ -48,6 +49,7 @@ class KVCache(TenantChunks):
         chunk_blocks: int,
         prefix_caching: bool = True,
         bytes_per_block: int = 1,
+        max_states: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes empty pools and caches.
@@ -59,6 +61,7 @@ class KVCache(TenantChunks):
             chunk_blocks: size of the pool for chunks.
             prefix_caching: whether blocks outside chunks are cached for later requests.
             bytes_per_block: of all layers together, for quotas and usage.
+            max_states: for a model with states, how many of them the prefix cache may hold; 0: the model has none.
             clock: monotonic seconds.
         """
         policy = choose(config.eviction)
@@ -69,7 +72,11 @@ class KVCache(TenantChunks):
         self.chunk_pool = BlockPool("chunk_cache", chunk_blocks, config.block_size)
         self._prefix_caching = prefix_caching
         self._counters = Counters()
-        self._prefix = PrefixCache(self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify)
+        self.has_states = max_states > 0
+        """Whether the model has layers with a state."""
+        self._prefix = PrefixCache(
+            self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify, max_states=max_states
+        )
         chunks = ChunkIndex(
             self.chunk_pool,
             policy,
@@ -79,7 +86,13 @@ class KVCache(TenantChunks):
             verify=verify,
         )
         super().__init__(chunks, clock)
-        self._lookup = CacheLookup(self._chunks, self._prefix if prefix_caching else None, self._counters, clock)
+        self._lookup = CacheLookup(
+            self._chunks,
+            self._prefix if prefix_caching else None,
+            self._counters,
+            clock,
+            has_states=self.has_states,
+        )
         self._capacity = CapacityCheck(self.request_pool, self._prefix, self._chunks)
         self._allocator = Allocator(self._prefix, self._chunks, self._capacity, self._counters)
         self._step = 0
@@ -173,26 +186,48 @@ class KVCache(TenantChunks):
         self._prefix.end_step()
         self._chunks.end_step()
 
-    def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> None:
+    def advance(self, allocation: Allocation, span_index: int, num_tokens: int) -> StateProgress | None:
         """Marks the next `num_tokens` tokens of a span as computed, by the step being assembled at the latest.
 
         Registers full blocks with the prefix cache, a closed span's last block too; a complete chunk becomes ready.
+
+        Returns:
+            For models with states, from where they continue and where their states go.
         """
         assert not allocation.is_released and not allocation.is_forgotten
         span = allocation.spans[span_index]
         assert 0 <= num_tokens <= span.num_tokens - span.num_computed, "no more tokens than there are"
+        progress = self._progress(allocation, span, num_tokens) if self.has_states else None
         if (chunk := span.chunk) is not None:
             assert span.is_owner and chunk.state is ChunkState.COMPUTING, "a chunk is computed by its owner, once"
             assert not chunk.lacks_start, "the chunk whose first blocks it shares is computed before"
             chunk.num_computed += num_tokens
             self._counters.computed_chunk_tokens += num_tokens
             if chunk.num_computed == chunk.num_tokens:
+                chunk.saved_state = span.state
                 self._chunks.complete(chunk, self._step)
-            return
+            return progress
+        first = span.computed
         span.computed += num_tokens
         span.computed_step = self._step
         if self._prefix_caching:
             span.register(self._prefix, allocation.chain, self._step)
+            if progress is not None and (num_tokens > 1 or span.is_closed):
+                states = [(first + count, state) for count, state in progress.saves]
+                span.give_states(self._prefix, states, self._step)
+        return progress
+
+    def _progress(self, allocation: Allocation, span: SpanAllocation, num_tokens: int) -> StateProgress:
+        """The states of the next tokens of a span: after the last one, and at the last border of a block before."""
+        before, size = span.state, self.request_pool.block_size
+        has_map = span.chunk is not None or (span.is_closed and needs_map(allocation.layout, span.index))
+        saves = [(num_tokens, SavedState(has_map))]
+        border = span.num_computed + num_tokens
+        border -= border % size + span.num_computed
+        if not has_map and 0 < border < num_tokens:
+            saves.insert(0, (border, SavedState()))
+        span.state = saves[-1][1]
+        return StateProgress(before, tuple(saves))
 
     def load(self, allocation: Allocation, span_index: int) -> None:
         """Marks a chunk that this allocation owns as loaded from a tier into its blocks instead of computed."""
@@ -314,6 +349,8 @@ class KVCache(TenantChunks):
         is_written = last.computed_step != self._prefix.unwritten_step or last.computed_step < 0
         if self._prefix_caching and is_written and last.chunk is None and not allocation.is_stale:
             last.register_tail(self._prefix, allocation.chain, self._step)
+            if last.state is not None and last.state.value is not None:
+                last.give_states(self._prefix, [(last.computed, last.state)], self._step)
         holder = allocation.holder
         for span in allocation.spans:
             if span.chunk is None:
@@ -334,6 +371,8 @@ class KVCache(TenantChunks):
         allocation.is_forgotten = True
         for span in allocation.spans:
             if span.registered_step == self._step:
+                for entry in span.given:
+                    self._prefix.states.take(entry)
                 for entry in span.registered:
                     self._prefix.drop(entry)
             chunk = span.chunk
@@ -395,7 +434,7 @@ class KVCache(TenantChunks):
 
     def _chain(self, salt: str, tenant: str, layout: Layout) -> KeyChain:
         algorithm, adapter = self.config.hash_algorithm, layout.adapter.key_digest
-        return KeyChain(self.fingerprint, salt, algorithm, tenant=tenant, adapter=adapter)
+        return KeyChain(self.fingerprint, salt, algorithm, tenant=tenant, adapter=adapter, is_ordered=self.has_states)
 
 
 def _used(pool: BlockPool) -> list[BlockId]:

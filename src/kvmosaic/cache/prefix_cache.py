@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.prefix_entry import Holder, PrefixEntry, SortedByTokens, num_alike, unpacked
+from kvmosaic.cache.prefix_entry import Holder, PrefixEntry, SortedByTokens, StateEntries, num_alike, unpacked
 from kvmosaic.eviction import Candidate, EvictionPolicy, EvictionQueue
 
 MIN_FIRST_TOKENS = 8
 """At the start of a span, fewer common tokens are a template's words, and not worth copying a block."""
+_MAX_SIBLINGS = 32
+"""Entries that are tried in a search for one with a state."""
 
 
 class PrefixCache:
@@ -48,8 +50,11 @@ class PrefixCache:
         *,
         bytes_per_block: int = 1,
         verify: bool = True,
+        max_states: int = 0,
     ) -> None:
         self.pool = pool
+        self.states = StateEntries(max_states)
+        """The entries that hold a state, for models with states."""
         self.num_evictions = 0
         self.bytes_per_block = bytes_per_block
         """Of all layers together."""
@@ -129,6 +134,17 @@ class PrefixCache:
                 if alike > best[1] and is_worth_it:
                     best = entry, alike
         return best
+
+    def with_state(self, root: Key, parent: PrefixEntry | None, tokens: bytes) -> PrefixEntry | None:
+        """The longest entry right after `parent` (or `root`) with a state, all of whose tokens these begin with.
+
+        Entries that are not written yet are ignored.
+        """
+        siblings = self.children_of(root, parent)
+        for entry in itertools.islice(siblings.before(tokens + b"\0"), _MAX_SIBLINGS) if siblings else ():
+            if entry.state is not None and entry.step != self.unwritten_step and tokens.startswith(entry.tokens):
+                return entry
+        return None
 
     def acquire(self, entries: Iterable[PrefixEntry]) -> None:
         """Adds a reference to each entry; a reader also retains the blocks for its table."""
@@ -328,6 +344,8 @@ class PrefixCache:
     def _forget(self, entry: PrefixEntry) -> None:
         del self._entries[entry.key]
         entry.is_dropped = True
+        if entry.state is not None:
+            self.states.take(entry)
         self.pool.release((entry.block_id,))
 
     def _is_same(self, entry: PrefixEntry, root: Key, parent: PrefixEntry | None, tokens: bytes) -> bool:

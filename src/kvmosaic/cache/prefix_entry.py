@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvmosaic.cache.block_pool import BlockId
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
+from kvmosaic.cache.states import SavedState
 
 _MAX_IN_A_BUCKET = 1_024
 
@@ -39,6 +41,7 @@ class PrefixEntry:
         "queue_entry",
         "ref_count",
         "root",
+        "state",
         "step",
         "tokens",
     )
@@ -64,11 +67,48 @@ class PrefixEntry:
         self.queue_entry: tuple[float, int, PrefixEntry] | None = None
         self.is_dropped = False
         """Not in the index any more: evicted, or registered by a step that failed."""
+        self.state: SavedState | None = None
+        """For models with states: the one after its last token, while `StateEntries` lets it have one."""
 
     @property
     def children(self) -> SortedByTokens[PrefixEntry] | None:
         """Child entries, read only; None if there are none."""
         return unpacked(self._children)
+
+
+class StateEntries:
+    """The prefix entries that hold a state: at most so many, the least recently used lose theirs."""
+
+    def __init__(self, max_states: int) -> None:
+        self.max_states = max_states
+        self._entries: OrderedDict[PrefixEntry, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        return iter(self._entries)
+
+    def give(self, entry: PrefixEntry, state: SavedState) -> bool:
+        """Lets an entry hold a state, unless it has one that is as good; returns whether it holds this one."""
+        if entry.is_dropped or (entry.state is not None and entry.state.has_map >= state.has_map):
+            return False
+        entry.state = state
+        self.use(entry)
+        while len(self._entries) > self.max_states:
+            oldest, _ = self._entries.popitem(last=False)
+            oldest.state = None
+        return entry.state is state
+
+    def use(self, entry: PrefixEntry) -> None:
+        """Notes that the state of an entry is used."""
+        self._entries[entry] = None
+        self._entries.move_to_end(entry)
+
+    def take(self, entry: PrefixEntry) -> None:
+        """Takes the state of an entry away; safe where there is none."""
+        entry.state = None
+        self._entries.pop(entry, None)
 
 
 class HasTokens(Protocol):

@@ -19,7 +19,8 @@ from kvmosaic.layers import AttentionCall, LayerShape, MaskKind, MaskSpec
 from kvmosaic.model.frequencies import pin_frequencies
 from kvmosaic.model.hook import ATTENTION_NAME, attention_scope, install
 from kvmosaic.model.latent import can_keep_latent
-from kvmosaic.model.probe.probe import check_calls, select_attention
+from kvmosaic.model.probe.probe import check_calls, number_layers, select_attention
+from kvmosaic.model.states import StateLayer, hook_states, mixing_scope
 from kvmosaic.model.unsupported import check_rules
 
 _NUM_TOKENS = 2
@@ -55,7 +56,16 @@ def count(module: Any, name: str, note: str = "") -> ModelFacts:
         UnsupportedModel: the engine would refuse it, or its layers cannot be looked at without numbers.
     """
     module.eval()
-    layers = _layers(module)
+    state_bytes = 0
+
+    def count_state(layer: StateLayer, hidden: Tensor) -> Tensor:
+        nonlocal state_bytes
+        output, state = layer.run(hidden, None)
+        state_bytes += state.num_bytes
+        return output
+
+    with mixing_scope(count_state):
+        layers = _layers(module)
     embedding: Tensor = module.get_input_embeddings().weight
     parameters = list(module.parameters())  # shared ones once
     weight_bytes = sum(each.nbytes for each in (*parameters, *module.buffers()))
@@ -67,6 +77,7 @@ def count(module: Any, name: str, note: str = "") -> ModelFacts:
         weight_bytes=weight_bytes,
         max_positions=_position_limit(module.config.get_text_config()),
         layers=layers,
+        state_bytes=state_bytes,
         note=note,
     )
 
@@ -75,6 +86,7 @@ def _layers(module: Any) -> tuple[LayerShape, ...]:
     install()
     config = module.config.get_text_config()
     check_rules(module)
+    hook_states(module)
     select_attention(module, ATTENTION_NAME)
     pin_frequencies(module, _position_limit(config) or _LONGEST)
     for part in module.modules():
@@ -84,10 +96,11 @@ def _layers(module: Any) -> tuple[LayerShape, ...]:
             setattr(part, _LOOKS_AT_TOKENS, _as_it_came)
     calls = _record(module)
     check_calls(module, calls)
+    number_layers(calls)
     sources: dict[tuple[object, ...], int] = {}
     return tuple(
-        _layer(call, sources.setdefault(_identity(call), call.layer_index), config, position)
-        for position, call in enumerate(calls)
+        _layer(call, sources.setdefault(_identity(call), call.layer_index), config, int(call.module.layer_idx))  # type: ignore[arg-type]
+        for call in calls
     )
 
 

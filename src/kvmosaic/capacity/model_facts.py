@@ -33,6 +33,8 @@ class ModelFacts:
     """All weights, shared ones once."""
     max_positions: int | None
     layers: tuple[LayerShape, ...]
+    state_bytes: int = 0
+    """One state of all layers that carry one from token to token."""
     note: str = ""
     """What the reader of a plan should know about these numbers; empty if there is nothing."""
 

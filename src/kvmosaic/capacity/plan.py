@@ -78,11 +78,15 @@ class MemorySplit:
     blocks_per_document: int
     documents: int
     """Documents that there are."""
+    states: int = 0
+    """Prompts that run, each with a state."""
+    state_bytes: int = 0
+    """Of one state."""
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of the request pool."""
-        return self.request_blocks * self.bytes_per_block
+        """Bytes of the request cache."""
+        return self.request_blocks * self.bytes_per_block + self.states * self.state_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -92,12 +96,12 @@ class MemorySplit:
     @property
     def resident(self) -> int:
         """Maximum number of documents on the device at once."""
-        return min(self.documents, self.chunk_blocks // self.blocks_per_document)
+        return min(self.documents, self.chunk_bytes // self.document_bytes)
 
     @property
     def document_bytes(self) -> int:
-        """Bytes of a document's blocks."""
-        return self.blocks_per_document * self.bytes_per_block
+        """Bytes of a document's blocks, and of what it does to a state: at most as much as two states."""
+        return self.blocks_per_document * self.bytes_per_block + 2 * self.state_bytes
 
     def wasted_share(self, num_tokens: int) -> float:
         """Share of empty slots in a document's blocks."""
@@ -115,9 +119,10 @@ def make_room(
     per_block = model.kv_bytes_per_token * block_size
     own = blocks_of(demand.question_tokens + demand.answer_tokens, block_size)
     request_blocks = blocks_of(demand.system_tokens, block_size) + demand.concurrency * own
-    left = device_bytes - weight_bytes - headroom_bytes - request_blocks * per_block
+    request_bytes = request_blocks * per_block + demand.concurrency * model.state_bytes
+    left = device_bytes - weight_bytes - headroom_bytes - request_bytes
     if left < 0:
-        requests = _gib(request_blocks * per_block)
+        requests = _gib(request_bytes)
         parts = f"weights {_gib(weight_bytes)}, headroom {_gib(headroom_bytes)}, requests {requests}"
         raise InvalidConfig(
             f"{model.name} does not fit into {_gib(device_bytes)}: {parts}; take a larger device, another dtype, less "
@@ -125,10 +130,10 @@ def make_room(
         )
     per_document = blocks_of(demand.tokens_per_document, block_size)
     chunk_blocks = min(left // per_block, MAX_BLOCKS)
-    if chunk_blocks < per_document:
+    if chunk_blocks * per_block < (needed := per_document * per_block + 2 * model.state_bytes):
         raise InvalidConfig(
             f"{_gib(left)} are left for documents, and one of {demand.tokens_per_document:,} tokens takes "
-            f"{_gib(per_document * per_block)}; take a larger device, shorter documents or less concurrency"
+            f"{_gib(needed)}; take a larger device, shorter documents or less concurrency"
         )
     return MemorySplit(
         device_bytes,
@@ -140,6 +145,8 @@ def make_room(
         block_size,
         per_document,
         demand.documents,
+        demand.concurrency,
+        model.state_bytes,
     )
 
 

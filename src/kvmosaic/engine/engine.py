@@ -76,7 +76,7 @@ class Engine:
         limits = [limit for limit in (config.max_model_len, model.max_positions) if limit]
         max_tokens = min(config.max_num_batched_tokens, model.max_forward_tokens or config.max_num_batched_tokens)
         swap = None
-        if config.preemption != "recompute" and config.swap_bytes:
+        if config.preemption != "recompute" and config.swap_bytes and not kv_cache.has_states:
             swap = SwapSpace(runner.storages["request"], kv_cache, config, clock)
         self.runner = runner
         self.kv_cache = kv_cache

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules, SpanRows
+from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules, RowStates, SpanRows
 from kvmosaic.cache import BlockTable
+from kvmosaic.cache.states import SavedState
 from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
@@ -27,7 +28,22 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
     first, last = work.first, work.first + work.num_tokens
     parts = work.sequence.request.layout.spans[work.span].parts
     cuts = [first, *(number for number in parts if first < number < last), last]
-    return [_rows(work.sequence, work.span, start, stop - start, work.num_logits) for start, stop in pairwise(cuts)]
+    rows = [_rows(work.sequence, work.span, start, stop - start, work.num_logits) for start, stop in pairwise(cuts)]
+    if work.states is None:
+        return rows
+    assert len(rows) == 1, "tokens of models with states are not repaired one by one"
+    return [replace(rows[0], state=RowStates(work.states, _states_seen(work)))]
+
+
+def _states_seen(work: ScheduledTokens) -> tuple[SavedState, ...]:
+    """The states of the spans that a span sees, in prompt order, if these are its first tokens."""
+    allocation = work.sequence.allocation
+    assert allocation is not None and work.states is not None
+    if work.states.before is not None:
+        return ()
+    seen = (allocation.spans[view.span] for view in work.sequence.request.layout.spans[work.span].views)
+    states = [span.state if span.chunk is None else span.chunk.saved_state for span in seen]
+    return tuple(state for state in states if state is not None)
 
 
 def pool_of(span: Span) -> PoolName:

@@ -330,9 +330,10 @@ class Scheduler:
                     count, num_logits = count - num_logits + room, room  # the rest in a later step
             if not count:
                 continue
-            step.works.append(ScheduledTokens(sequence, index, span.num_computed, count, num_logits))
+            first_token = span.num_computed
+            states = self.kv_cache.advance(allocation, index, count)
+            step.works.append(ScheduledTokens(sequence, index, first_token, count, num_logits, states))
             step.num_looks += count * num_seen
-            self.kv_cache.advance(allocation, index, count)
             budget.spend(sequence.tenant, count, count * num_seen)
             sequence.num_worked += count
         sequence.time_slice.note(sequence.num_done, self.clock())

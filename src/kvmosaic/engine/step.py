@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvmosaic.cache import BlockCopy, Chunk
+from kvmosaic.cache.states import StateProgress
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.swap_space import Restore
@@ -26,6 +27,8 @@ class ScheduledTokens:
     num_tokens: int
     num_logits: int = 0
     """Number of tokens at the end that need logits."""
+    states: StateProgress | None = None
+    """For models with states."""
 
     @property
     def completed_chunk(self) -> Chunk | None:

@@ -74,6 +74,7 @@ class LlamaModel:
     frequency_note = ""
     no_repair_reason = ""
     has_bias = False
+    state_bytes = map_bytes = 0
     device = "cpu"
     """Where logits are; the weights may be elsewhere."""
     no_window_reason = "llama.cpp keeps one position per token, and a rolling window moves them"

@@ -20,6 +20,8 @@ ATTENTION_NAME = "kvmosaic"
 """`attn_implementation` of a loaded model. transformers builds no mask for it: the receiver applies masks."""
 PROBE_NAME = "kvmosaic_probe"
 """The same function, with masks: each call carries the predicate of which keys a query sees."""
+LAYER_ATTRIBUTE = "kvmosaic_layer"
+"""Attribute of an attention module with its number among those, where some layers of the model have no attention."""
 OWN_NAME = "kvmosaic_own"
 """The model's own attention function over a written-out mask, with an observer (see `own_code`)."""
 _HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
@@ -120,7 +122,7 @@ def call_of(
     latent = module.__dict__.get(LATENT_ATTRIBUTE)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return AttentionCall(
-        module.layer_idx,  # type: ignore[arg-type]
+        module.__dict__.get(LAYER_ATTRIBUTE, module.layer_idx),
         (query if latent is None else latent.absorb(query))[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

@@ -23,6 +23,7 @@ from kvmosaic.model.frequencies import changes_with_length, pin_frequencies, pin
 from kvmosaic.model.hook import Receiver, attention_scope
 from kvmosaic.model.lora import LoraAdapter, attach, computes_keys_of_base, uncalled_layers
 from kvmosaic.model.probe.probe import num_learned_positions, probe_layers
+from kvmosaic.model.states import Mixer, StateLayer, install_states, mixing_scope
 from kvmosaic.sampling.params import FOLLOWED
 
 _MAX_POSITIONS = 2**27
@@ -45,6 +46,7 @@ class LoadedModel:
     config: Any
     """The configuration of the text model."""
     layers: tuple[LayerSpec, ...]
+    """Those with attention."""
     max_positions: int | None
     """Positions 0 … max_positions - 1 may be used; None: no limit."""
     max_forward_tokens: int | None
@@ -63,6 +65,8 @@ class LoadedModel:
     """How its rotary frequencies differ from those of transformers; empty if they do not."""
     keeps_rows: bool = field(default=True, repr=False)
     """Whether its forward takes the rows that need logits."""
+    state_layers: tuple[StateLayer, ...] = field(default=(), repr=False)
+    """Layers with a state."""
     adapters: Mapping[str, LayoutAdapter] = field(default_factory=dict)
     """Low-rank adapters beside its weights, by name, the default one first."""
 
@@ -101,11 +105,18 @@ class LoadedModel:
         if max_positions is not None:
             limit = _checked_positions(max_positions, allowed, changes_with_length(model))
         pin_frequencies(model, limit or _MAX_POSITIONS)
+        embeddings = model.get_input_embeddings().weight
+        states = install_states(model, int(config.hidden_size), embeddings)
         layers = probe_layers(model, allowed)
         limit = min(filter(None, (limit, num_learned_positions(model, layers, allowed))), default=None)
         forward_limit = _counted_tokens(config, layers)
-        embeddings = model.get_input_embeddings().weight
         identity = fingerprint or compute_fingerprint(model, model.config)
+        if states and adapters:
+            raise InvalidAdapter(
+                f"{type(model).__name__} has layers with a state, whose rows are not computed in one go, so that an "
+                "adapter cannot be applied to some of them; merge the adapter into the weights (merge_adapter=True, "
+                "--merge-adapter)"
+            )
         for adapter in adapters.values():
             attach(model, adapter)
         if adapters and (names := uncalled_layers(model, partial(_forward_blindly, model))):
@@ -131,6 +142,7 @@ class LoadedModel:
             fingerprint=identity,
             frequency_note=pinned_note(model),
             keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
+            state_layers=states,
             adapters={name: _layout_adapter(adapter, len(layers)) for name, adapter in adapters.items()},
         )
 
@@ -171,6 +183,8 @@ class LoadedModel:
     @property
     def no_window_reason(self) -> str:
         """Why a text cannot have a rolling window, which moves its tokens; empty when it can."""
+        if self.state_layers:
+            return f"{self._state_text}, from which single tokens cannot be taken away again"
         if not self.is_movable:
             return self.immovable_reason
         chunked = self._chunked_layer
@@ -182,12 +196,18 @@ class LoadedModel:
         )
 
     @property
+    def _state_text(self) -> str:
+        return f"layer {self.state_layers[0].index} of this model carries a state from token to token"
+
+    @property
     def _chunked_layer(self) -> LayerSpec | None:
         return next((layer for layer in self.layers if layer.mask.kind == "chunked"), None)
 
     @property
     def no_repair_reason(self) -> str:
         """Why single tokens of a document cannot be computed again; empty when they can."""
+        if self.state_layers:
+            return f"{self._state_text}, which a document changes as a whole"
         biased = next((layer for layer in self.layers if layer.bias is not None), None)
         if biased is None:
             return ""
@@ -216,6 +236,16 @@ class LoadedModel:
     def is_prepacked(self) -> bool:
         """Whether any linear layer is packed."""
         return any(isinstance(part, PackedLinear) for part in self.module.modules())
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one state of all layers; 0: it has none."""
+        return sum(layer.num_bytes for layer in self.state_layers)
+
+    @property
+    def map_bytes(self) -> int:
+        """Memory of what is kept of the states of one document, beside its keys and values."""
+        return sum(layer.map_bytes for layer in self.state_layers)
 
     @property
     def kind(self) -> str:
@@ -257,7 +287,14 @@ class LoadedModel:
         """Bytes of keys and values that one token takes in all layers."""
         return sum(layer.bytes_per_token(dtype or self.dtype) for layer in self.layers)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, receiver: Receiver) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        receiver: Receiver,
+        mixer: Mixer | None = None,
+    ) -> Tensor:
         """One flattened forward: all tokens in one row, separated by the receiver's attention alone.
 
         Args:
@@ -265,6 +302,7 @@ class LoadedModel:
             positions: [T], position of each token.
             logit_rows: [R], the rows that need logits.
             receiver: called once per layer, in order.
+            mixer: the same for layers with a state.
 
         Returns:
             [R, V] logits, in the model's dtype.
@@ -274,8 +312,9 @@ class LoadedModel:
                 f"{type(self.module).__name__} counts the tokens of a forward and is exact up to "
                 f"{self.max_forward_tokens}, got {token_ids.shape[0]}; lower max_num_batched_tokens"
             )
+        assert mixer is not None or not self.state_layers, "layers with a state need to know whose rows they get"
         arguments = {"logits_to_keep": logit_rows} if self.keeps_rows else {}
-        with torch.inference_mode(), attention_scope(receiver):
+        with torch.inference_mode(), attention_scope(receiver), mixing_scope(mixer):
             logits: Tensor = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from kvmosaic.attention import (
     Write,
 )
 from kvmosaic.cache import BlockCopy
+from kvmosaic.cache.states import SavedState
 from kvmosaic.errors import ModelError
 from kvmosaic.layers import AttentionCall
 from kvmosaic.memory import BlockStorage
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.lora import AdaptedRows, adapter_scope
+from kvmosaic.model.states import Mixer
+from kvmosaic.model.step_states import StepStates
 from kvmosaic.rope import TableCache
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ class Batch:
     groups: tuple[RowGroup, ...]
     writes: tuple[Write, ...]
     adapted: tuple[AdaptedRows, ...] = ()
+    spans: tuple[SpanRows, ...] = ()
 
 
 def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = True) -> Batch:
@@ -76,6 +81,7 @@ def flatten(spans: Sequence[SpanRows], device: torch.device, *, writes: bool = T
             if writes
         ),
         tuple(adapted),
+        tuple(spans),
     )
 
 
@@ -107,6 +113,8 @@ class Runner:
         self.graphs: StepGraphs | None = None
         """What replays steps of few rows, where there is one."""
         self._table_cache = TableCache()
+        self._saved_states: WeakSet[SavedState] = WeakSet()
+        """Those that something still refers to."""
 
     @property
     def is_asleep(self) -> bool:
@@ -120,6 +128,7 @@ class Runner:
         kept: Mapping[PoolName, Sequence[int]] = {"request": request_blocks, "chunk_cache": chunk_blocks}
         for pool, storage in self.storages.items():
             storage.sleep(kept[pool])
+        self._move_states(torch.device("cpu"))
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -127,6 +136,11 @@ class Runner:
         """Reallocates the memory, with all contents restored; after a failure it may be retried."""
         for storage in self.storages.values():
             storage.wake()
+        self._move_states(self.model.device)
+
+    def _move_states(self, device: torch.device) -> None:
+        for state in self._saved_states:
+            state.value = [part.to(device) for part in state.value]
 
     def close(self) -> None:
         """Nothing to do: torch frees its memory."""
@@ -164,19 +178,28 @@ class Runner:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
         batch = flatten(spans, self.model.device)
         attention = self._attention(batch)
-        logits = self._forward(batch, attention)
+        states = StepStates(len(self.model.state_layers), spans) if self.model.state_layers else None
+        logits = self._forward(batch, attention, states)
         if attention.num_calls != len(self.model.layers):
             raise ModelError(
                 f"{type(self.model.module).__name__} called our attention in {attention.num_calls} of "
                 f"{len(self.model.layers)} layers, so cached tokens were not read in the others; was its attention "
                 "implementation changed after loading? Load the model again, or take a new LoadedModel.from_module"
             )
+        if states is not None:
+            if states.num_calls != len(self.model.state_layers):
+                raise ModelError(
+                    f"{type(self.model.module).__name__} called {states.num_calls} of {len(self.model.state_layers)} "
+                    "layers with a state; take a new LoadedModel.from_module"
+                )
+            states.keep()
+            self._saved_states.update(states.saved)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _forward(self, batch: Batch, receiver: Receiver) -> Tensor:
+    def _forward(self, batch: Batch, receiver: Receiver, mixer: Mixer | None = None) -> Tensor:
         """[R, V] logits of one forward, in the model's dtype."""
         with adapter_scope(batch.adapted):
-            return self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver)
+            return self.model.forward(batch.token_ids, batch.positions, batch.logit_rows, receiver, mixer)
 
     def _attention(self, batch: Batch) -> StepAttention:
         return StepAttention(

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvmosaic.errors import UnsupportedModel
+from kvmosaic.errors import WAY_OUT, UnsupportedModel
+from kvmosaic.model.states import state_modules
 
-WAY_OUT = "use another model, docs/architectures.md lists the supported ones"
-"""The last words of the error messages."""
 _RULES_OF_MANY_TOKENS = {
     "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
     "compressed_sparse_attention": "attends to compressed groups of tokens",
@@ -60,10 +59,10 @@ def _reasons(module: Any) -> Iterator[str]:
     kinds = list(dict.fromkeys(type(part).__name__ for part in module.modules()))[1:]
     states = [kind for kind in kinds if _STATE.search(kind) and not kind.endswith("Model")]
     states += [kind for kind in getattr(config, "layer_types", None) or () if kind in _STATE_LAYERS]
-    if states:
+    if states and next(state_modules(module), None) is None:
         yield (
-            f"carries a recurrent or convolutional state from token to token ({states[0]}): it depends on the order of "
-            "all tokens so far, so that chunks computed apart cannot be composed"
+            f"carries a recurrent or convolutional state from token to token ({states[0]}), and its code does not keep "
+            "it in a cache of transformers, where it could be read and set"
         )
     if any(hasattr(part, "relative_attention_bias") for part in module.modules()) or any(
         "Relative" in k for k in kinds

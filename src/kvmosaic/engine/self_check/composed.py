@@ -34,6 +34,7 @@ from kvmosaic.layout import ChunkContext, DenseLayout, Layout, arrange, dense
 from kvmosaic.model.hook import Receiver
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.runner import Batch, Runner
+from kvmosaic.model.states import LayerState, Mixer, StateLayer
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import Array, SamplingParams
 
@@ -196,10 +197,11 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Comparis
     """Compares the median row, cold and warm: one row may be ill-conditioned, and one token choose another expert."""
     layouts = [_one_forward(each.layout) for each in answered]
     joined = _side_by_side(layouts)
+    mixer = DenseStates([each.layout for each in answered]) if model.state_layers else None
     ends = np.cumsum([len(layout.token_ids) for layout in layouts])
     rows = [int(end) - NUM_ANSWER + number for end in ends for number in range(NUM_ANSWER)]
     attention = DenseAttention(joined, model.layers)
-    theirs = _dense_logits(model, joined, rows, attention).double()
+    theirs = _dense_logits(model, joined, rows, attention, mixer).double()
     floor = _LOGIT_FLOORS[model.dtype]
     finding = _compare_logits(answered, theirs, torch.full((len(theirs),), floor, dtype=theirs.dtype))
     if finding.passed:
@@ -208,7 +210,7 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Comparis
     def attend(call: AttentionCall) -> Tensor:
         return _off_by_rounding(attention(call), call.query.dtype).to(call.query.dtype)
 
-    noise = _differences(_dense_logits(model, joined, rows, attend).double(), theirs).cpu()
+    noise = _differences(_dense_logits(model, joined, rows, attend, mixer).double(), theirs).cpu()
     return _compare_logits(answered, theirs, (floor + _MAX_NOISE_RATIO * noise).clamp_max(_MAX_LOGIT_LIMIT))
 
 
@@ -248,14 +250,44 @@ def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
     )
 
 
-def _dense_logits(model: LoadedModel, layout: DenseLayout, rows: Sequence[int], receiver: Receiver) -> Tensor:
+def _dense_logits(
+    model: LoadedModel, layout: DenseLayout, rows: Sequence[int], receiver: Receiver, mixer: Mixer | None
+) -> Tensor:
     """[rows, V], logits of the tokens that the answers were sampled from."""
     return model.forward(
         torch.from_numpy(layout.token_ids).to(model.device),
         torch.from_numpy(layout.positions).to(model.device),
         torch.tensor(rows, device=model.device),
         receiver,
+        mixer,
     )
+
+
+class DenseStates:
+    """The reference for layers with a state: what a span sees is run again, one span after the other, without maps."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._layouts = layouts
+
+    def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
+        """See `Mixer`."""
+        outputs: list[Tensor] = []
+        first = 0
+        for layout in self._layouts:
+            sizes = [span.num_tokens for span in layout.spans]
+            parts = torch.split(hidden[:, first : first + sum(sizes)], sizes, dim=1)
+            first += sum(sizes)
+            starts: list[LayerState | None] = []
+            for span, part in zip(layout.spans, parts, strict=True):
+                state: LayerState | None = None
+                for index in sorted(view.span for view in span.views):
+                    begin = starts[index]
+                    if state is not None and state.memory is not None:  # its first tokens have the tail that they had
+                        begin = LayerState({} if begin is None else begin.tails, state.memory)
+                    state = layer.run(parts[index], None if begin is None else begin.repeated(1))[1]
+                starts.append(state)
+                outputs.append(layer.run(part, None if state is None else state.repeated(1))[0])
+        return torch.cat(outputs, dim=1)
 
 
 def _off_by_rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -328,7 +360,7 @@ class RecordingRunner(Runner):
         self.steps[-1].stored = [self._stored(spans, layer.index) for layer in self.model.layers]
         return logits
 
-    def _forward(self, batch: Batch, receiver: Receiver) -> Tensor:
+    def _forward(self, batch: Batch, receiver: Receiver, mixer: Mixer | None = None) -> Tensor:
         step = RecordedStep(self.works, batch.positions)
         self.steps.append(step)
 
@@ -337,7 +369,7 @@ class RecordingRunner(Runner):
             step.calls.append((call, output))
             return output
 
-        return super()._forward(batch, record)
+        return super()._forward(batch, record, mixer)
 
     def _stored(self, spans: Sequence[SpanRows], layer_index: int) -> tuple[Tensor, Tensor]:
         """Keys [T, G, D] and values [T, G, Dv] of the step's rows, slot by slot."""
@@ -372,7 +404,13 @@ class RecordingEngine(Engine):
         config = ChunkCacheConfig(
             position_strategy=strategy, chunk_context=context, block_size=BLOCK_SIZE, repair="none"
         )
-        kv_cache = KVCache(model.fingerprint, config, request_blocks=_NUM_BLOCKS, chunk_blocks=_NUM_BLOCKS)
+        kv_cache = KVCache(
+            model.fingerprint,
+            config,
+            request_blocks=_NUM_BLOCKS,
+            chunk_blocks=_NUM_BLOCKS,
+            max_states=_NUM_BLOCKS if model.state_layers else 0,
+        )
         super().__init__(RecordingRunner(model, backend), kv_cache, config, EngineConfig(max_num_batched_tokens=512))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Request]:

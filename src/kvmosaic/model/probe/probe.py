@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kvmosaic.errors import UnsupportedModel
+from kvmosaic.errors import WAY_OUT, UnsupportedModel
 from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.model.adapters import install_adapters, installed_adapters, remove_adapters
 from kvmosaic.model.frequencies import frequency_buffers
-from kvmosaic.model.hook import ATTENTION_NAME, PROBE_NAME, attention_scope, install
+from kvmosaic.model.hook import ATTENTION_NAME, LAYER_ATTRIBUTE, PROBE_NAME, attention_scope, install
 from kvmosaic.model.latent import expand_again, with_latents
 from kvmosaic.model.probe.adapter_layers import with_biases
 from kvmosaic.model.probe.masks import read_mask
-from kvmosaic.model.unsupported import WAY_OUT, check_rules
+from kvmosaic.model.states import mixing_scope, row_by_row, state_modules
+from kvmosaic.model.unsupported import check_rules
 from kvmosaic.rope import PROBE_POSITIONS, Detection, detect_rotation, relative_error
 
 Record = Callable[[Sequence[int], Sequence[int] | None], list[AttentionCall]]
@@ -149,6 +150,7 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     before = module.config._attn_implementation
     for part in module.modules():
         expand_again(part)
+        part.__dict__.pop(LAYER_ATTRIBUTE, None)
     check_rules(module)
     try:
         select_attention(module, PROBE_NAME)
@@ -175,8 +177,10 @@ def _read_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
     contiguous = list(range(_NUM_TOKENS))
     spare = tokens.pop()
     changed = [spare if index % 2 == 0 else token for index, token in enumerate(tokens)]
-    calls, others = record_calls(module, tokens, contiguous), record_calls(module, changed, contiguous)
+    calls = record_calls(module, tokens, contiguous)
     check_calls(module, calls)
+    number_layers(calls)
+    others = record_calls(module, changed, contiguous)
     _check_arguments(module, calls)
     _check_finite(module, calls)
     _check_independence(calls, others)
@@ -237,7 +241,7 @@ def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | 
     if positions is not None:
         options["position_ids"] = torch.tensor([positions], device=device)
     try:
-        with attention_scope(own_value):
+        with attention_scope(own_value), mixing_scope(row_by_row):
             module(input_ids=torch.tensor([tokens], device=device), use_cache=False, **options)
     except Exception as error:  # whatever the model's code raises, the answer is the same
         raise UnsupportedModel(
@@ -252,13 +256,19 @@ def check_calls(module: Any, calls: list[AttentionCall]) -> None:
     """Requires exactly one call per layer."""
     indices = [call.layer_index for call in calls]
     num_layers = max(int(module.config.get_text_config().num_hidden_layers), max(indices, default=-1) + 1)
+    with_state = {int(part.layer_idx) for part, _ in state_modules(module)}  # type: ignore[arg-type]
+    if not indices and with_state:
+        raise UnsupportedModel(
+            f"{_name(module)} has layers with a state only and none with attention, whose keys and values are what is "
+            f"cached here; {WAY_OUT}"
+        )
     if not indices:
         raise UnsupportedModel(
             f"{_name(module)} never calls attention through transformers' AttentionInterface"
             f"{_layer_kinds(module, [0])}, so it cannot be reached; {WAY_OUT}"
         )
-    missing = sorted(set(range(num_layers)) - set(indices))
-    if missing:
+    missing = sorted(set(range(num_layers)) - set(indices) - with_state)
+    if missing and not with_state:  # there, some layers may have neither
         raise UnsupportedModel(
             f"{_name(module)}: attention is never called in {_layers_text(missing)} of {num_layers}"
             f"{_layer_kinds(module, missing)}; what such a layer knows about earlier tokens is one state that depends "
@@ -270,6 +280,13 @@ def check_calls(module: Any, calls: list[AttentionCall]) -> None:
             f"{_name(module)}: attention is called more than once per forward in {_layers_text(twice)}; "
             f"exactly one call per layer is supported; {WAY_OUT}"
         )
+
+
+def number_layers(calls: Sequence[AttentionCall]) -> None:
+    """Numbers the layers with attention from 0 on, where others have none."""
+    for number, call in enumerate(calls):
+        if call.layer_index != number:
+            call.layer_index = call.module.__dict__[LAYER_ATTRIBUTE] = number
 
 
 def _check_arguments(module: Any, calls: list[AttentionCall]) -> None:

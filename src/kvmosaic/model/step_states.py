@@ -1,0 +1,169 @@
+"""The states of one step: every span continues from its own state, or from the spans that it sees, composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvmosaic.attention import SpanRows
+from kvmosaic.cache.states import SavedState
+from kvmosaic.model.states import LayerState, SpanState, StateLayer
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one span."""
+
+    rows: slice
+    span: SpanRows
+
+    @property
+    def sources(self) -> tuple[SavedState, ...]:
+        """The states that they begin from."""
+        assert self.span.state is not None
+        before = self.span.state.progress.before
+        return self.span.state.seen if before is None else (before,)
+
+
+class StepStates:
+    """The mixer of a step (see `Mixer`). What it computes is kept when the step has succeeded: see `keep`.
+
+    A span may continue from one that is computed in the same step, so a layer runs them in order. Single tokens of
+    several sequences run as one batch.
+    """
+
+    def __init__(self, num_layers: int, spans: Sequence[SpanRows]) -> None:
+        self.num_calls = 0
+        """Layers called so far."""
+        self._num_layers = num_layers
+        self._levels = _levels(spans)
+        self._new: dict[SavedState, list[SpanState]] = {
+            state: [] for span in spans if span.state is not None for _, state in span.state.progress.saves
+        }
+
+    def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
+        """One layer's outputs [1, T, H] for its inputs."""
+        self.num_calls += 1
+        output = torch.empty_like(hidden)
+        for level in self._levels:
+            starts = [self._start(layer, rows) for rows in level]
+            single = [number for number, rows in enumerate(level) if _is_single(rows, starts[number])]
+            if len(single) > 1:
+                self._run_together(layer, hidden, output, [level[number] for number in single], starts, single)
+            else:
+                single = []
+            for number, rows in enumerate(level):
+                if number not in single:
+                    self._run(layer, hidden, output, rows, starts[number])
+        return output
+
+    @property
+    def saved(self) -> Iterable[SavedState]:
+        """The states that it computes."""
+        return self._new
+
+    def keep(self) -> None:
+        """Keeps the new states, once the step has succeeded."""
+        for state, layers in self._new.items():
+            assert len(layers) == self._num_layers, "every layer has computed every state"
+            state.value = layers
+
+    def _of(self, state: SavedState, layer: StateLayer) -> SpanState:
+        new = self._new.get(state)
+        kept: SpanState = state.value[layer.number] if new is None else new[layer.number]
+        return kept
+
+    def _start(self, layer: StateLayer, rows: _Rows) -> LayerState | None:
+        """The state that rows of a span begin from; None: nothing comes before them."""
+        assert rows.span.state is not None
+        before = rows.span.state.progress.before
+        if before is not None:
+            return self._of(before, layer).state
+        return composed(layer, [self._of(state, layer) for state in rows.sources])
+
+    def _run(self, layer: StateLayer, hidden: Tensor, output: Tensor, rows: _Rows, state: LayerState | None) -> None:
+        assert rows.span.state is not None
+        progress = rows.span.state.progress
+        first = rows.rows.start
+        for count, saved in progress.saves:
+            part = slice(first, rows.rows.start + count)
+            if saved.has_map:
+                before = None if progress.before is None else self._of(progress.before, layer)
+                output[:, part], kept = layer.run_with_map(hidden[:, part], before, state)
+            else:
+                output[:, part], after = layer.run(hidden[:, part], None if state is None else state.repeated(1))
+                kept = SpanState(after)
+            self._new[saved].append(kept)
+            state, first = kept.state, part.stop
+
+    def _run_together(
+        self,
+        layer: StateLayer,
+        hidden: Tensor,
+        output: Tensor,
+        level: Sequence[_Rows],
+        starts: Sequence[LayerState | None],
+        numbers: Sequence[int],
+    ) -> None:
+        """Runs single tokens of several sequences as one batch."""
+        numbered = torch.tensor([rows.rows.start for rows in level], device=hidden.device)
+        states = LayerState.stacked([state for number in numbers if (state := starts[number]) is not None])
+        outputs, after = layer.run(hidden[0, numbered][:, None], states)
+        output[0, numbered] = outputs[:, 0]
+        for index, rows in enumerate(level):
+            assert rows.span.state is not None
+            self._new[rows.span.state.progress.last].append(SpanState(after.at(index)))
+
+
+def composed(layer: StateLayer, parts: Sequence[SpanState]) -> LayerState | None:
+    """The state after spans in prompt order; None without any.
+
+    The memory is mapped by each of them, or is that of the last one that has seen all before it. Tails are those of the
+    last span, as it was computed.
+    """
+    if not parts:
+        return None
+    memory: Tensor | None = None
+    for part in parts:
+        if part.gain is None or part.offset is None:
+            memory = part.state.memory
+        elif memory is None:
+            memory = part.offset
+        else:
+            memory = layer.applied(part.gain, memory) + part.offset
+    return LayerState(parts[-1].state.tails, memory)
+
+
+def _is_single(rows: _Rows, state: LayerState | None) -> bool:
+    """Whether rows are one token that continues from a state, and may be computed together with others."""
+    assert rows.span.state is not None
+    return rows.rows.stop - rows.rows.start == 1 and state is not None and not rows.span.state.progress.last.has_map
+
+
+def _levels(spans: Sequence[SpanRows]) -> list[list[_Rows]]:
+    """The rows of a step, in the order in which they can be computed: those of one level do not need each other."""
+    made_by: dict[SavedState, int] = {}
+    everything: list[_Rows] = []
+    first = 0
+    for number, span in enumerate(spans):
+        everything.append(_Rows(slice(first, first + len(span.token_ids)), span))
+        first += len(span.token_ids)
+        assert span.state is not None, "every span of a model with states has one"
+        made_by.update((state, number) for _, state in span.state.progress.saves)
+    depths: dict[int, int] = {}
+
+    def depth(number: int) -> int:
+        if number not in depths:
+            sources = [made_by[state] for state in everything[number].sources if state in made_by]
+            depths[number] = 1 + max((depth(source) for source in sources), default=-1)
+        return depths[number]
+
+    levels: list[list[_Rows]] = []
+    for number, rows in enumerate(everything):
+        while len(levels) <= depth(number):
+            levels.append([])
+        levels[depth(number)].append(rows)
+    return levels

@@ -1,0 +1,197 @@
+"""Models with states: cold == warm == one dense forward in which what a span sees is run again, without maps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
+from support.families import HYBRIDS, build
+from support.float64 import Float64
+from support.loaded import loaded_hybrid, random_prompt
+from support.parity import check_cold_and_warm, prompts, settings_of_a_run
+
+from kvmosaic.engine import Engine, Request
+from kvmosaic.model import LoadedModel
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.sampling import SamplingParams
+
+KINDS = ("minimax", "qwen3_next", "jamba", "lfm2")
+"""A number per head, a matrix per head, a number per channel, nothing but the tail of a convolution."""
+COMPANIONS = st.lists(st.lists(st.integers(3, 99), min_size=1, max_size=9).map(tuple), max_size=3).map(tuple)
+
+
+def each(names: tuple[str, ...]) -> list[object]:
+    return [name if name == "minimax" else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+@settings(max_examples=10)
+@given(prompt=prompts(), **settings_of_a_run)
+def test_random_prompts_equal_the_dense_forward_cold_and_warm(family, prompt, **run):
+    check_cold_and_warm(loaded_hybrid(family), prompt, **run)
+
+
+@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+def test_texts_companions_and_documents_that_see_others_equal_the_dense_forward(strategy):
+    tokens = iter(range(3, 128))
+    counts = {"system": 5, "chunk": 6, "text": 3, "other": 4, "last": 7, "question": 3}
+    parts = {name: tuple(next(tokens) for _ in range(count)) for name, count in counts.items()}
+    segments = (
+        Segment(SegmentKind.SYSTEM, parts["system"]),
+        Segment(SegmentKind.CHUNK, parts["chunk"]),
+        Segment(SegmentKind.TEXT, parts["text"]),
+        Segment(SegmentKind.CHUNK, parts["other"]),
+        Segment(SegmentKind.CHUNK, parts["last"], sees=(1,)),
+        Segment(SegmentKind.QUESTION, parts["question"]),
+    )
+    for companions, context in (((), "system"), (((100, 101), (102,)), "companions")):
+        prompt = Prompt(segments, companions=companions)
+        check_cold_and_warm(loaded_hybrid("minimax"), prompt, strategy, context, 4, 5, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+@settings(max_examples=6)
+@given(prompt=prompts(), companions=COMPANIONS, run=st.fixed_dictionaries(settings_of_a_run))
+def test_random_prompts_with_companions_equal_the_dense_forward(family, prompt, companions, run):
+    check_cold_and_warm(
+        loaded_hybrid(family), replace(prompt, companions=companions), **run | {"context": "companions"}
+    )
+
+
+def asked(tokens: list[int], question: list[int]) -> Prompt:
+    parts = random_prompt().segments
+    return Prompt.from_tokens(
+        list(parts[0].token_ids or ()), [list(part.token_ids or ()) for part in parts[1:-1]], [*tokens, *question]
+    )
+
+
+def num_computed(request: Request) -> int:
+    return sum(segment.num_tokens - segment.reused_tokens for segment in request.reuse.segments)
+
+
+@pytest.mark.parametrize("family", each(KINDS))
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_later_turn_computes_the_new_tokens_only(family, block_size):
+    engine = build_engine(loaded_hybrid(family), block_size=block_size)
+    history = [70, 71, 72, 73, 74, 75, 76]
+    first, _ = answer(engine, asked([], history), GREEDY)
+    for new in ([50, 51], [52, 53, 54]):
+        history += [*token_ids(first), *new]
+        first, logits = answer(engine, asked([], history), GREEDY)
+        assert num_computed(first) == 1 + len(new), "the token sampled last, and the new ones"
+        expected = dense_logits(engine.runner.model, first.layout, token_ids(first))
+        assert (logits - expected).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("family", each(KINDS))
+def test_a_turn_that_is_written_in_other_tokens_is_computed_from_the_last_border_before_them(family):
+    engine = build_engine(loaded_hybrid(family), block_size=4)
+    history = list(range(60, 73))
+    answer(engine, asked([], history), GREEDY)
+    second, logits = answer(engine, asked(history, [100, 101, 102]), GREEDY)
+    assert num_computed(second) == 3 + len(history) % 4
+    expected = dense_logits(engine.runner.model, second.layout, token_ids(second))
+    assert (logits - expected).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("family", each(tuple(HYBRIDS)))
+def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
+    with Float64():
+        model = LoadedModel.from_module(build(family))
+    lengths, count = (1, 5, 23, 40), 12
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(3, 128, (length,), generator=generator) for length in lengths]
+    params = SamplingParams(temperature=0, max_tokens=count, min_tokens=count)
+    engine = build_engine(model, max_batched_tokens=16)
+    before = model.module.config._attn_implementation
+    model.module.set_attn_implementation("eager")
+    expected = [
+        model.module.generate(
+            text[None],
+            attention_mask=torch.ones(1, len(text), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+        )[0, len(text) :].tolist()
+        for text in texts
+    ]
+    model.module.set_attn_implementation(before)
+    for _ in range(2):
+        requests = [engine.add_request(Prompt.plain(text.tolist()), params) for text in texts]
+        assert [token_ids(request) for request in engine.run(requests)] == expected, "together, in parts, cached"
+
+
+@pytest.mark.parametrize("family", each(KINDS))
+def test_answers_that_fork_and_are_preempted_are_those_of_a_quiet_engine(family):
+    model, params = loaded_hybrid(family), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)
+    questions = [asked([], [90 + number, 91]) for number in range(4)]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        requests = engine.run([engine.add_request(question, params) for question in questions])
+        engine.check_invariants()
+        return [list(each.token_ids) for request in requests for each in request.output().outputs]
+
+    quiet = build_engine(model)
+    expected = [tokens for question in questions for tokens in _alone(quiet, question, params)]
+    crowded = build_engine(model, blocks=(17, 40), max_batched_tokens=16)
+    assert answers(crowded) == expected
+    assert sum(crowded.scheduler.preemption.counts.values()) > 0
+    assert crowded.scheduler.preemption.swap is None, "a state is not swapped"
+
+
+def _alone(engine: Engine, question: Prompt, params: SamplingParams) -> list[list[int]]:
+    (request,) = engine.run([engine.add_request(question, params)])
+    return [list(each.token_ids) for each in request.output().outputs]
+
+
+def test_states_that_were_taken_away_are_computed_again():
+    model = loaded_hybrid("minimax")
+    engine, history = build_engine(model), [70, 71, 72, 73, 74]
+    engine.kv_cache._prefix.states.max_states = 1
+    for number in range(3):
+        answer(engine, asked([], [*history, 90 + number]), GREEDY)
+    assert len(engine.kv_cache._prefix.states) == 1
+    request, logits = answer(engine, asked([], [*history, 90]), GREEDY)
+    assert num_computed(request) > 1
+    expected = dense_logits(model, request.layout, token_ids(request))
+    assert (logits - expected).abs().max() <= 1e-9
+
+
+def test_a_step_that_fails_leaves_no_state_behind():
+    model = loaded_hybrid("minimax")
+    engine, prompt, other = build_engine(model), asked([], [70, 71, 72, 73, 74]), asked([], [80, 81])
+    run = engine.runner.run
+
+    def fail(spans):
+        logits = run(spans)
+        if any(74 in span.token_ids for span in spans):
+            raise RuntimeError("after the forward")
+        return logits
+
+    engine.runner.run = fail
+    requests = [engine.add_request(each, GREEDY) for each in (other, prompt)]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [request.error is None for request in requests] == [True, False]
+    assert all(entry.state.value is not None for entry in engine.kv_cache._prefix.states)
+    engine.check_invariants()
+    engine.runner.run = run
+    request, logits = answer(engine, prompt, GREEDY)
+    expected = dense_logits(model, request.layout, token_ids(request))
+    assert (logits - expected).abs().max() <= 1e-9
+
+
+def test_states_survive_sleep():
+    model = loaded_hybrid("minimax")
+    engine, prompt = build_engine(model), asked([], [70, 71, 72, 73, 74])
+    before, _ = answer(engine, prompt, GREEDY)
+    engine.sleep()
+    engine.wake()
+    after, _ = answer(engine, prompt, GREEDY)
+    assert token_ids(after) == token_ids(before) and num_computed(after) == 1
