@@ -13,6 +13,7 @@ from support.hybrid import oracle_logits
 from support.loaded import loaded_hybrid, random_prompt
 from torch import Tensor, nn
 
+from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layout import arrange
 from kvmosaic.llm import LLM
@@ -42,7 +43,7 @@ def test_documents_in_any_order_cold_and_warm_equal_transformers_token_by_token(
 
 @pytest.mark.parametrize("family", ["minimax", "lfm2"])
 def test_documents_in_two_orders_equal_transformers_token_by_token(family: str) -> None:
-    check(family, random_prompt(system=3, chunks=(4, 2), question=2), ((0, 1), (1, 0)))
+    check(family, random_prompt(system=3, chunks=(4, 2), question=6), ((0, 1), (1, 0)))
 
 
 LIKE = torch.zeros(1, dtype=torch.float64)
@@ -94,6 +95,16 @@ class Delta(nn.Module):
 def test_a_layer_that_does_something_else_with_its_state_is_refused(fault: str, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         install_states(nn.ModuleList([Delta(fault)]), 8, LIKE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_family_loads_and_passes_its_self_check_in_every_dtype(family: str, dtype: torch.dtype) -> None:
+    coarse, fine = LoadedModel.from_module(build(family, dtype)), loaded_hybrid(family)
+    assert [layer.kind for layer in coarse.state_layers] == [layer.kind for layer in fine.state_layers]
+    check = run_self_check(coarse)
+    assert check.passed, check.reason
 
 
 @torch.inference_mode()

@@ -41,6 +41,7 @@ def test_texts_companions_and_documents_that_see_others_equal_the_dense_forward(
     tokens = iter(range(3, 128))
     counts = {"system": 5, "chunk": 6, "text": 3, "other": 4, "last": 7, "question": 3}
     parts = {name: tuple(next(tokens) for _ in range(count)) for name, count in counts.items()}
+    parts["other"] = (*parts["chunk"][:4], *parts["other"])  # they begin with the same block
     segments = (
         Segment(SegmentKind.SYSTEM, parts["system"]),
         Segment(SegmentKind.CHUNK, parts["chunk"]),
@@ -92,7 +93,7 @@ def test_a_later_turn_computes_the_new_tokens_only(family, block_size):
 @pytest.mark.parametrize("family", each(KINDS))
 def test_a_turn_that_is_written_in_other_tokens_is_computed_from_the_last_border_before_them(family):
     engine = build_engine(loaded_hybrid(family), block_size=4)
-    history = list(range(60, 73))
+    history = list(range(60, 74))
     answer(engine, asked([], history), GREEDY)
     second, logits = answer(engine, asked(history, [100, 101, 102]), GREEDY)
     assert num_computed(second) == 3 + len(history) % 4

@@ -418,5 +418,8 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
         )
         model = source(config, dtype=dtype, attn_implementation=about.attention, experts_implementation="eager")
         randomize(model, seed)
+        for name, parameter in model.named_parameters() if family in HYBRIDS else ():
+            if name.endswith("A_log"):
+                parameter.data.sub_(5.0)  # memories that last for more than a token
     model.eval().requires_grad_(False)
     return make_float64(model) if dtype is torch.float64 else model

@@ -15,7 +15,7 @@ from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.states import SavedState, StateProgress, needs_map
+from kvmosaic.cache.states import SavedState, StateProgress
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig
@@ -197,7 +197,7 @@ class KVCache(TenantChunks):
         assert not allocation.is_released and not allocation.is_forgotten
         span = allocation.spans[span_index]
         assert 0 <= num_tokens <= span.num_tokens - span.num_computed, "no more tokens than there are"
-        progress = self._progress(allocation, span, num_tokens) if self.has_states else None
+        progress = self._progress(span, num_tokens) if self.has_states else None
         if (chunk := span.chunk) is not None:
             assert span.is_owner and chunk.state is ChunkState.COMPUTING, "a chunk is computed by its owner, once"
             assert not chunk.lacks_start, "the chunk whose first blocks it shares is computed before"
@@ -217,10 +217,10 @@ class KVCache(TenantChunks):
                 span.give_states(self._prefix, states, self._step)
         return progress
 
-    def _progress(self, allocation: Allocation, span: SpanAllocation, num_tokens: int) -> StateProgress:
+    def _progress(self, span: SpanAllocation, num_tokens: int) -> StateProgress:
         """The states of the next tokens of a span: after the last one, and at the last border of a block before."""
         before, size = span.state, self.request_pool.block_size
-        has_map = span.chunk is not None or (span.is_closed and needs_map(allocation.layout, span.index))
+        has_map = span.chunk is not None
         saves = [(num_tokens, SavedState(has_map))]
         border = span.num_computed + num_tokens
         border -= border % size + span.num_computed

@@ -14,7 +14,7 @@ from kvmosaic.cache.groups import SharedStart, Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import PrefixEntry
-from kvmosaic.cache.states import SavedState, needs_map
+from kvmosaic.cache.states import SavedState
 from kvmosaic.cache.statistics import Counters
 from kvmosaic.layout import Layout, View
 from kvmosaic.prompt import SegmentKind
@@ -254,7 +254,7 @@ class CacheLookup:
                 return None  # it was cached when planned, and has been evicted
             if not span.is_chunk:
                 usable = span.tokens[: num_usable(plan.layout, span.index) * TOKEN_BYTES]  # none, if it is omitted
-                self._find_cached(here, span.root, usable, span.block_keys, plan.layout, span.index)
+                self._find_cached(here, span.root, usable, span.block_keys, is_closed(plan.layout, span.index))
             found.append(here)
         self._find_starts(plan, found, loaded)
         return found
@@ -288,7 +288,7 @@ class CacheLookup:
                 here.shared = cached
 
     def _find_cached(
-        self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, layout: Layout, index: int
+        self, here: CacheHit, root: Key, usable: bytes, keys: Iterable[Key] | KeyChain, closed: bool
     ) -> None:
         """Finds the cached blocks of a span.
 
@@ -297,12 +297,10 @@ class CacheLookup:
             root: key of the span before its first token.
             usable: the tokens of the span that need not be computed; see `num_usable`.
             keys: of its full blocks, as far as they may be cached; or a generator of them.
-            layout: the prompt.
-            index: of the span in it.
+            closed: whether no token will be appended to the span.
         """
         if self._prefix is None:
             return
-        closed = is_closed(layout, index)
         width = self._prefix.pool.block_size * TOKEN_BYTES
         blocks = [usable[first : first + width] for first in range(0, len(usable) - width + 1, width)]
         if isinstance(keys, KeyChain):
@@ -311,31 +309,24 @@ class CacheLookup:
         rest = usable[len(here.entries) * width :]
         parent = here.entries[-1] if here.entries else None
         if self._has_states:
-            self._find_state(here, root, parent, rest, layout, index)
+            self._find_state(here, root, parent, rest, closed)
         elif not closed:
             here.source, here.num_copied = self._prefix.nearest(root, parent, rest[: width - TOKEN_BYTES])
         elif 0 < len(rest) < width and (last := self._prefix.covering(root, parent, rest)) is not None:
             here.entries.append(last)
 
-    def _find_state(
-        self, here: CacheHit, root: Key, parent: PrefixEntry | None, rest: bytes, layout: Layout, index: int
-    ) -> None:
+    def _find_state(self, here: CacheHit, root: Key, parent: PrefixEntry | None, rest: bytes, closed: bool) -> None:
         """Finds the last cached state of a span: it is computed from there on, whatever is cached behind it."""
         assert self._prefix is not None
-        closed, is_whole = is_closed(layout, index), not rest
         tail = self._prefix.with_state(root, parent, rest) if rest else None
-        if tail is not None and closed and tail.tokens == rest:
-            here.entries.append(tail)
-            is_whole = True
-        elif tail is not None and not closed:
+        if tail is not None and not closed:
             here.source, here.num_copied, here.state = tail, len(tail.tokens) // TOKEN_BYTES, tail.state
-        if here.source is None:
-            while here.entries and here.entries[-1].state is None:
-                here.entries.pop()
-                is_whole = False
-            here.state = here.entries[-1].state if here.entries else None
-        if closed and needs_map(layout, index) and not (is_whole and here.state is not None and here.state.has_map):
-            here.entries, here.state = [], None
+            return
+        if tail is not None and tail.tokens == rest:
+            here.entries.append(tail)
+        while here.entries and here.entries[-1].state is None:
+            here.entries.pop()
+        here.state = here.entries[-1].state if here.entries else None
 
     def _plan_chunk(self, draft: _Draft, index: int) -> SpanPlan:
         started = self._clock()
@@ -387,7 +378,7 @@ class CacheLookup:
         tokens, root, closed = encode_tokens(span.token_ids), draft.root(index), is_closed(draft.layout, index)
         here = CacheHit()
         usable = tokens[: num_usable(draft.layout, index) * TOKEN_BYTES]
-        self._find_cached(here, root, usable, draft.chain, draft.layout, index)
+        self._find_cached(here, root, usable, draft.chain, closed)
         size = self._prefix.pool.block_size if self._prefix is not None else 0
         num_reused = min(len(here.entries) * size, span.num_tokens) + here.num_copied
         key = draft.chain.run_encoded(root, tokens) if closed else root

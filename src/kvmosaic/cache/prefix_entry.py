@@ -90,8 +90,8 @@ class StateEntries:
         return iter(self._entries)
 
     def give(self, entry: PrefixEntry, state: SavedState) -> bool:
-        """Lets an entry hold a state, unless it has one that is as good; returns whether it holds this one."""
-        if entry.is_dropped or (entry.state is not None and entry.state.has_map >= state.has_map):
+        """Lets an entry hold a state, unless it has one; returns whether it holds this one."""
+        if entry.is_dropped or entry.state is not None:
             return False
         entry.state = state
         self.use(entry)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvmosaic.layout import Layout
+from typing import Any
 
 
 class SavedState:
@@ -19,7 +16,7 @@ class SavedState:
 
     def __init__(self, has_map: bool = False) -> None:
         self.has_map = has_map
-        """Whether it also holds what the span does to the state before it."""
+        """Whether it also holds what its span, a chunk, does to the state before it."""
         self.value: Any = None
         """What the runner keeps here."""
 
@@ -37,16 +34,3 @@ class StateProgress:
     def last(self) -> SavedState:
         """The state after all of them."""
         return self.saves[-1][1]
-
-
-def needs_map(layout: Layout, index: int) -> bool:
-    """Whether a span is seen after something that it has not seen itself: then its state alone is not enough."""
-    span = layout.spans[index]
-    if span.is_chunk:
-        return True
-    mine = sorted(view.span for view in span.views)
-    for reader in layout.spans[index + 1 :]:
-        seen = sorted(view.span for view in reader.views)
-        if index in seen and seen[: seen.index(index)] != mine:
-            return True
-    return False

@@ -41,8 +41,14 @@ def _states_seen(work: ScheduledTokens) -> tuple[SavedState, ...]:
     assert allocation is not None and work.states is not None
     if work.states.before is not None:
         return ()
-    seen = (allocation.spans[view.span] for view in work.sequence.request.layout.spans[work.span].views)
-    states = [span.state if span.chunk is None else span.chunk.saved_state for span in seen]
+    spans = work.sequence.request.layout.spans
+    numbers = [view.span for view in spans[work.span].views]
+    states = []
+    for place, number in enumerate(numbers):
+        span = allocation.spans[number]
+        if span.chunk is None:  # its state replaces all that is before it
+            assert [view.span for view in spans[number].views] == numbers[:place], "a text sees all before it"
+        states.append(span.state if span.chunk is None else span.chunk.saved_state)
     return tuple(state for state in states if state is not None)
 
 

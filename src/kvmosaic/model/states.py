@@ -36,14 +36,22 @@ _ASKS = re.compile(r"\.(get_(conv_state|recurrent_state|linear_cache)\(|(conv|re
 
 MapKind = Literal["numbers", "left", "right"]
 """How M acts on a memory [..., K, V]: number by number, as a matrix from the left, or from the right."""
+_KINDS: tuple[MapKind, ...] = ("numbers", "left", "right")
+"""The one that keeps least first."""
 
 _SCALE = 1024.0
 """Multiple of the identity that is added to a memory, relative to its largest number: rounding is divided by it."""
-_TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-9}
+_TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_FINE_TOLERANCE = 1e-4
 """Relative differences, at load, that rounding explains. Layers compute in float32 what is given in float64."""
-_SAME = {torch.float32: 1e-5, torch.float64: 1e-12}
+_SAME = {torch.float32: 2e-6, torch.float64: 1e-12}
 _COARSE_SAME = 1e-2
 """The same for the numbers of one gain."""
+_ROUNDING = 1e-6
+"""A relative difference that says nothing about one way or another."""
+_TRIED_TOKENS = 4
+_SHOWN = 1e-2
+"""The largest number of an M that shows along which dimensions it is constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +348,12 @@ def install_states(module: nn.Module, hidden_size: int, like: Tensor) -> tuple[S
     """
     layers, generator = hook_states(module), torch.Generator().manual_seed(0)
     with torch.inference_mode():
+        inputs = torch.randn(1, 9, hidden_size, generator=generator).to(like)
         for layer in layers:
-            _try(layer, torch.randn(1, 9, hidden_size, generator=generator).to(like))
+            _try(layer, inputs)
+        for kind in {type(layer.module) for layer in layers}:
+            if same := [layer for layer in layers if type(layer.module) is kind and layer.memory_shape]:
+                _find_maps(same, inputs)
     return layers
 
 
@@ -391,7 +403,7 @@ def _hooked(layer: StateLayer) -> Callable[..., Any]:
 
 
 def _try(layer: StateLayer, inputs: Tensor) -> None:
-    """Finds the shapes of a layer's state, how it continues from it, and how tokens change its memory."""
+    """Finds the shapes of a layer's state, and how it continues from it."""
     name = f"{type(layer.module).__name__} (layer {layer.index})"
     whole, end = layer.run(inputs, None)
     if whole.shape != inputs.shape:
@@ -411,51 +423,77 @@ def _try(layer: StateLayer, inputs: Tensor) -> None:
         layer.one_by_one = True
         if end.memory is None or not _continues(layer, inputs, whole, middle):
             raise UnsupportedModel(f"{name} gives other results when it continues from its own state; {WAY_OUT}")
-    layer.num_bytes = end.num_bytes
-    layer.map_bytes = end.num_bytes - (0 if end.memory is None else end.memory.nbytes)
-    if end.memory is None:
-        return
-    few, size = inputs[:, :2], _SCALE * max(1.0, float(end.memory.abs().max()))  # so little is forgotten that M shows
-    numbers = torch.randn(end.memory.shape, generator=torch.Generator().manual_seed(layer.number))
-    memory = numbers.to(end.memory) * size
-    wanted = layer.run(few, LayerState(middle.tails, memory).repeated(1))[1].memory
-    assert wanted is not None
-    for kind in ("numbers", "left", "right"):
+    layer.num_bytes = layer.map_bytes = end.num_bytes
+
+
+def _find_maps(layers: Sequence[StateLayer], inputs: Tensor) -> None:
+    """Finds how tokens change the memory of layers of one class.
+
+    A layer that forgets nearly everything at a token does not show how: so several tokens are tried, one by one, in all
+    layers, and the way has to be right everywhere.
+
+    Args:
+        layers: layers with a memory.
+        inputs: [1, T, H].
+    """
+    errors: dict[MapKind, float] = {}
+    for kind in _KINDS if all(len(layer.memory_shape) > 1 for layer in layers) else _KINDS[:1]:
+        for layer in layers:
+            layer.kind = kind
+            errors[kind] = max(errors.get(kind, 0.0), *(error for error, _ in _tried(layer, inputs)))
+    nearest = min(errors.values())
+    kind = next(kind for kind in errors if errors[kind] <= max(8 * nearest, _ROUNDING))
+    dtype = layers[0].memory_dtype
+    if errors[kind] > _tolerance(dtype):
+        raise UnsupportedModel(
+            f"the memory of {type(layers[0].module).__name__} is not a linear map of what it was before, head by head, "
+            f"so documents that are computed apart cannot be composed; {WAY_OUT}"
+        )
+    for layer in layers:
         layer.kind = kind
-        if kind != "numbers" and len(layer.memory_shape) < 2:
-            continue
-        start = LayerState(middle.tails, layer.zero_memory(inputs.device))
-        _, found = layer.run_with_map(few, None, start)
-        if _is_near(layer.applied(found.gain, memory) + found.offset, wanted, wanted.dtype):
-            if kind == "numbers":
-                layer.constant = tuple(
-                    dimension
-                    for dimension in range(1, found.gain.dim())
-                    if _is_same(found.gain.narrow(dimension, 0, 1), found.gain)
-                )
-                found = layer.run_with_map(few, None, start)[1]
-            layer.map_bytes += found.gain.nbytes + found.offset.nbytes
-            return
-    raise UnsupportedModel(
-        f"the memory of {name} is not a linear map of what it was before, head by head, so documents that are computed "
-        f"apart cannot be composed; {WAY_OUT}"
-    )
+    if kind == "numbers":
+        gains = [gain for layer in layers for _, gain in _tried(layer, inputs) if bool(gain.abs().max() > _SHOWN)]
+        within = range(2, len(layers[0].memory_shape) + 1) if gains else ()  # not from head to head
+        for layer in layers:
+            layer.constant = tuple(
+                each for each in within if all(_is_same(gain.narrow(each, 0, 1), gain) for gain in gains)
+            )
+    for layer in layers:
+        _, gain = next(_tried(layer, inputs))
+        layer.map_bytes += gain.nbytes
+
+
+def _tried(layer: StateLayer, inputs: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """For some tokens: how far a memory is from what M and N say, and M."""
+    empty = layer.zero_memory(inputs.device)
+    numbers = torch.randn(empty.shape, generator=torch.Generator().manual_seed(layer.number))
+    memory = _SCALE * numbers.to(empty)  # so large that M shows beside N
+    for token in torch.split(inputs, 1, dim=1)[:_TRIED_TOKENS]:
+        assert layer.empty is not None
+        wanted = layer.run(token, LayerState(layer.empty.tails, memory).repeated(1))[1].memory
+        _, found = layer.run_with_map(token, None, LayerState(layer.empty.tails, empty))
+        assert wanted is not None
+        yield _apart(layer.applied(found.gain, memory) + found.offset, wanted), found.gain
 
 
 def _continues(layer: StateLayer, inputs: Tensor, whole: Tensor, middle: LayerState) -> bool:
     """Whether the rest of a text, from the state in its middle on, gives what the whole text gives there."""
     rest, _ = layer.run(inputs[:, 4:], middle.repeated(1))
     kept = inputs.dtype if middle.memory is None else middle.memory.dtype
-    return _is_near(rest, whole[:, 4:], inputs.dtype, kept)
+    return _apart(rest, whole[:, 4:]) <= _tolerance(inputs.dtype, kept)
 
 
 def _is_same(x: Tensor, wanted: Tensor) -> bool:
     """Whether all numbers are the same, but for rounding."""
-    return bool(((x - wanted).abs() <= _SAME.get(x.dtype, _COARSE_SAME) * wanted.abs()).all())
+    return bool((x - wanted).abs().max() <= _SAME.get(x.dtype, _COARSE_SAME) * wanted.abs().max())
 
 
-def _is_near(x: Tensor, wanted: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether two tensors differ by rounding to one of these dtypes only."""
+def _tolerance(*dtypes: torch.dtype) -> float:
+    """What rounding to the coarsest of these dtypes explains."""
+    return max(_TOLERANCES.get(dtype, _FINE_TOLERANCE) for dtype in dtypes)
+
+
+def _apart(x: Tensor, wanted: Tensor) -> float:
+    """Difference of two tensors, relative to the second."""
     size = float(wanted.double().square().mean().sqrt())
-    apart = float((x.double() - wanted.double()).square().mean().sqrt())
-    return apart <= max(_TOLERANCES[dtype] for dtype in dtypes) * max(size, 1e-30)
+    return float((x.double() - wanted.double()).square().mean().sqrt()) / max(size, 1e-30)
