@@ -77,7 +77,7 @@ def num_computed(request: Request) -> int:
 
 
 @pytest.mark.parametrize("family", each(KINDS))
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_a_later_turn_computes_the_new_tokens_only(family, block_size):
     engine = build_engine(loaded_hybrid(family), block_size=block_size)
     history = [70, 71, 72, 73, 74, 75, 76]

@@ -316,7 +316,7 @@ class CacheLookup:
             here.entries.append(last)
 
     def _find_state(self, here: CacheHit, root: Key, parent: PrefixEntry | None, rest: bytes, closed: bool) -> None:
-        """Finds the last cached state of a span: it is computed from there on, whatever is cached behind it."""
+        """Finds the last cached state of a span: it is computed from there on, whatever else is cached."""
         assert self._prefix is not None
         tail = self._prefix.with_state(root, parent, rest) if rest else None
         if tail is not None and not closed:

@@ -178,6 +178,9 @@ def model_table(name: str, model: AnyModel, attention: str) -> Table:
     if model.frequency_note:
         table.add_row("", Text(model.frequency_note))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
+    if model.state_bytes:
+        beside = f"a state of all layers; a document {size_text(model.map_bytes)} beside its tokens"
+        table.add_row("", Text(f"{size_text(model.state_bytes)} {beside}"))
     table.add_row("attention", Text(printable(attention)))
     return table
 

@@ -114,7 +114,7 @@ class Runner:
         """What replays steps of few rows, where there is one."""
         self._table_cache = TableCache()
         self._saved_states: WeakSet[SavedState] = WeakSet()
-        """Those that something still refers to."""
+        """States that something still refers to."""
 
     @property
     def is_asleep(self) -> bool:

@@ -6,8 +6,7 @@ a run of tokens maps memory S to
     M S + N        gated delta rule: M is a matrix per head; Mamba: a number per channel; Mamba 2: a number per head
 
 So a document that was computed apart is cached as M, N and its tail. The memory of a prompt is that of the system
-text, mapped by every document in order; its tail is that of the last one. Nothing else of a document is needed, and it
-may stand in any order, or be left out.
+text, mapped by every document in order; its tail is that of the last one.
 
 M comes from the layer's own code: the run is computed a second time, in the same call, from a memory that is larger by
 a multiple of the identity, and the difference is M. How M acts is found at load with a random memory, and where
