@@ -152,6 +152,10 @@ class Trainer:
                 f"the model is {model.weights_text}; training needs float32 weights that are not packed: load it with "
                 "dtype='float32' and prepack='never'"
             )
+        if model.state_layers:
+            raise InvalidConfig(
+                "this model has layers with a state, and lessons do not compose states; take another one"
+            )
         for name in settings.strategies:
             if strategy_named(name).moves(settings.context) and not model.is_movable:
                 raise NotMovable(

@@ -235,7 +235,8 @@ class StateLayer:
             return output, SpanState(after)
         state = state or self.empty
         memory = self.zero_memory(hidden.device) if state.memory is None else state.memory
-        scale = _SCALE * memory.abs().max().clamp_min(1.0)
+        most = torch.finfo(memory.dtype).max ** 0.5  # float16 ends at 65,504
+        scale = (_SCALE * memory.abs().max().clamp_min(1.0)).clamp_max(most)
         steps = self._identity(hidden.device) * scale
         start = LayerState(state.tails, memory).repeated(1 + len(steps))
         assert start.memory is not None
