@@ -1,4 +1,4 @@
-"""Limits: of memory, of threads of a command, and of CPU time for reading a request.
+"""Limits: of memory, of threads of a command, of instruction sets, and of CPU time for reading a request.
 
 Number and waiting policy of threads are read from environment variables when torch is imported, so that a command can
 choose them and a library must not. `EngineConfig.num_threads` changes the number later.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvmosaic.errors import InvalidConfig, TooMuchWork
 
@@ -195,6 +195,32 @@ def thread_variables(environment: Mapping[str, str], machine: Machine) -> dict[s
         is_idle = machine.load is not None and machine.all_cores - machine.load >= FREE_SHARE * machine.threads
         wanted |= {"GOMP_SPINCOUNT": str(SPINS)} if is_idle else {"OMP_WAIT_POLICY": "PASSIVE"}
     return wanted
+
+
+ISA_VARIABLE = "KVMOSAIC_CPU_ISA"
+"""Environment variable with the best instruction set that may be used, as ONEDNN_MAX_CPU_ISA is for oneDNN."""
+
+InstructionSet = Literal["portable", "avx2", "avx512"]
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
+"""The worst one first. portable: what a compiler makes of plain C; avx512 includes AVX512-BF16."""
+
+
+def allowed_instruction_sets(environment: Mapping[str, str] = os.environ) -> tuple[InstructionSet, ...]:
+    """Returns the instruction sets that the environment allows, worst first; the CPU may lack some of them.
+
+    Raises:
+        InvalidConfig: the variable has an unknown value.
+    """
+    limit = environment.get(ISA_VARIABLE, "").strip().lower() or "auto"
+    for count, name in enumerate(INSTRUCTION_SETS, start=1):
+        if limit == name:
+            return INSTRUCTION_SETS[:count]
+    if limit != "auto":
+        raise InvalidConfig(
+            f"{ISA_VARIABLE} is {environment[ISA_VARIABLE]!r:.100}; choose {', '.join(INSTRUCTION_SETS)}, or auto for "
+            "the best that this CPU has"
+        )
+    return INSTRUCTION_SETS
 
 
 _of_thread = threading.local()

@@ -124,7 +124,7 @@ def test_same_cases_give_the_same_answers_whatever_else_is_asked(reader: LoadedM
 def test_progress_counts_every_answer(reader: LoadedModel) -> None:
     seen: list[tuple[int, int]] = []
     evaluate(reader, OneHop(1).cases(0, 2), [Variant()], capacity="64MiB", progress=lambda *each: seen.append(each))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_interrupted_run_keeps_the_cases_that_every_way_answered(reader: LoadedModel) -> None:

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from kvmosaic.attention.native import NativeBackend, load_library
 from kvmosaic.cli import app
-from kvmosaic.cpu_instructions import INSTRUCTION_SETS, VARIABLE, allowed_instruction_sets
+from kvmosaic.container import INSTRUCTION_SETS, ISA_VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
 from kvmosaic.model.cpu.row_kernels import RowKernels
 
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", VARIABLE)
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", ISA_VARIABLE)
 CPUINFO = Path("/proc/cpuinfo")
 LOOK = """
 import json, sys
@@ -88,7 +88,7 @@ def test_a_variable_of_torch_alone_is_enough_for_float32(folder: Path, variables
 def test_our_own_variable_is_read_when_a_model_is_loaded(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, name)
+    monkeypatch.setenv(ISA_VARIABLE, name)
     if name not in load_library().instruction_sets:
         pytest.skip(f"this CPU has no {name}")
     assert NativeBackend().instruction_set == name
@@ -121,14 +121,14 @@ def test_without_the_variables_the_cpu_decides(folder: Path) -> None:
     ],
 )
 def test_the_variable_allows_a_set_and_all_that_are_less(value: str, allowed: tuple[str, ...]) -> None:
-    assert allowed_instruction_sets({VARIABLE: value}) == allowed
+    assert allowed_instruction_sets({ISA_VARIABLE: value}) == allowed
     assert allowed_instruction_sets({}) == INSTRUCTION_SETS
 
 
 def test_an_unknown_value_is_an_error_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "KVMOSAIC_CPU_ISA is 'avx1024'; choose portable, avx2, avx512, or auto for the best that this CPU has"
     with pytest.raises(InvalidConfig, match=said):
-        allowed_instruction_sets({VARIABLE: "avx1024"})
-    monkeypatch.setenv(VARIABLE, "avx1024")
+        allowed_instruction_sets({ISA_VARIABLE: "avx1024"})
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
     result = CliRunner().invoke(app, ["check"])
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from kvmosaic.cache.states import SavedState, StateProgress
+from kvmosaic.cache.block_table import SavedState, StateProgress
 from kvmosaic.layers.geometry import MaskSpec
 from kvmosaic.layout import Visibility
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
-from kvmosaic.cache.block_table import BlockCopy, BlockTable
+from kvmosaic.cache.block_table import BlockCopy, BlockTable, SavedState
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.groups import Twin
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain
 from kvmosaic.cache.plan import Action
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import Holder, PrefixEntry
-from kvmosaic.cache.states import SavedState
 from kvmosaic.layout import Layout
 from kvmosaic.prompt import SegmentKind
 

@@ -1,12 +1,13 @@
-"""The block table: the blocks that hold the tokens of one span."""
+"""The block table: the blocks that hold the tokens of one span; and saved states, of layers that keep no tokens."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
 from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from kvmosaic.cache.block_pool import BlockId, BlockPool
 
@@ -211,3 +212,33 @@ class BlockTable:
 def _no_blocks() -> MutableSequence[BlockId]:
     """An array with four bytes per block: a cache has millions."""
     return cast(MutableSequence[BlockId], array("i"))
+
+
+class SavedState:
+    """The state after some token of a span. The step that computes the token fills it, and nothing changes it again.
+
+    It lives as long as something refers to it: a chunk, a prefix entry, a running sequence.
+    """
+
+    __slots__ = ("__weakref__", "has_map", "value")
+
+    def __init__(self, has_map: bool = False) -> None:
+        self.has_map = has_map
+        """Whether it also holds what its span, a chunk, does to the state before it."""
+        self.value: Any = None
+        """What the runner keeps here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateProgress:
+    """From where tokens of a step continue, and where their states go."""
+
+    before: SavedState | None
+    """After the span's tokens before them; None: they are its first, and begin after the spans that it sees."""
+    saves: tuple[tuple[int, SavedState], ...]
+    """The state after so many of them; the last one is after all of them."""
+
+    @property
+    def last(self) -> SavedState:
+        """The state after all of them."""
+        return self.saves[-1][1]

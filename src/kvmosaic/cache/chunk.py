@@ -8,9 +8,8 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from kvmosaic.cache.block_pool import BlockId
-from kvmosaic.cache.block_table import BlockTable
+from kvmosaic.cache.block_table import BlockTable, SavedState
 from kvmosaic.cache.keys import Key, decode_tokens
-from kvmosaic.cache.states import SavedState
 
 MAX_NAMES = 16
 

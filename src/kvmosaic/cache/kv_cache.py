@@ -9,13 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from kvmosaic.cache.allocate import Allocator, CapacityCheck
 from kvmosaic.cache.allocation import Allocation, SpanAllocation, freed_request_blocks
 from kvmosaic.cache.block_pool import BlockId, BlockPool
-from kvmosaic.cache.block_table import BlockCopy
+from kvmosaic.cache.block_table import BlockCopy, SavedState, StateProgress
 from kvmosaic.cache.chunk import Chunk, ChunkState
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.keys import Key, KeyChain, encode_tokens
 from kvmosaic.cache.plan import CacheLookup, Plan
 from kvmosaic.cache.prefix_cache import PrefixCache
-from kvmosaic.cache.states import SavedState, StateProgress
 from kvmosaic.cache.statistics import BlockMap, ChunkCacheStats, Counters, snapshot, states_of
 from kvmosaic.cache.tenant_chunks import TenantChunks
 from kvmosaic.config import ChunkCacheConfig

@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Literal
 
 from kvmosaic.cache.block_pool import BlockId
+from kvmosaic.cache.block_table import SavedState
 from kvmosaic.cache.chunk import Chunk
 from kvmosaic.cache.chunk_index import ChunkIndex
 from kvmosaic.cache.groups import SharedStart, Starts
 from kvmosaic.cache.keys import TOKEN_BYTES, Key, KeyChain, encode_tokens
 from kvmosaic.cache.prefix_cache import PrefixCache
 from kvmosaic.cache.prefix_entry import PrefixEntry
-from kvmosaic.cache.states import SavedState
 from kvmosaic.cache.statistics import Counters
 from kvmosaic.layout import Layout, View
 from kvmosaic.prompt import SegmentKind

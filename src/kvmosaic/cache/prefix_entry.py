@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvmosaic.cache.block_pool import BlockId
+from kvmosaic.cache.block_table import SavedState
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.cache.states import SavedState
 
 _MAX_IN_A_BUCKET = 1_024
 

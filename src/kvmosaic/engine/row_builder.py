@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules, RowStates, SpanRows
 from kvmosaic.cache import BlockTable
-from kvmosaic.cache.states import SavedState
+from kvmosaic.cache.block_table import SavedState
 from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads

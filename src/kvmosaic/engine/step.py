@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvmosaic.cache import BlockCopy, Chunk
-from kvmosaic.cache.states import StateProgress
+from kvmosaic.cache.block_table import StateProgress
 from kvmosaic.engine.sequence import Sequence
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.swap_space import Restore

@@ -144,6 +144,7 @@ class _Run:
         known = [case for case, _ in asked]
         is_interrupted = False
         try:
+            progress(0, total)
             for number, (case, prompt) in enumerate(asked):
                 count = partial(_count, progress, number * len(self._ways), total)
                 try:

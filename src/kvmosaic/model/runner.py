@@ -21,7 +21,7 @@ from kvmosaic.attention import (
     Write,
 )
 from kvmosaic.cache import BlockCopy
-from kvmosaic.cache.states import SavedState
+from kvmosaic.cache.block_table import SavedState
 from kvmosaic.errors import ModelError
 from kvmosaic.layers import AttentionCall
 from kvmosaic.memory import BlockStorage

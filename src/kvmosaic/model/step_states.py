@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import SpanRows
-from kvmosaic.cache.states import SavedState
+from kvmosaic.cache.block_table import SavedState
 from kvmosaic.model.states import LayerState, SpanState, StateLayer
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 
-from kvmosaic.cpu_instructions import allowed_instruction_sets
+from kvmosaic.container import allowed_instruction_sets
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

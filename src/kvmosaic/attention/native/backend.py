@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvmosaic.attention.reads import POOLS, ReadPlan
 from kvmosaic.attention.torch_backend import Pools, TorchBackend
-from kvmosaic.cpu_instructions import INSTRUCTION_SETS, InstructionSet, allowed_instruction_sets
+from kvmosaic.container import INSTRUCTION_SETS, InstructionSet, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig, NativeUnavailable
 from kvmosaic.rope import RotationTables
 

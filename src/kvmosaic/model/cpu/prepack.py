@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.cpu_instructions import allowed_instruction_sets
+from kvmosaic.container import allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvmosaic.attention.native.backend import load_library
-from kvmosaic.cpu_instructions import InstructionSet
+from kvmosaic.container import InstructionSet
 from kvmosaic.errors import NativeUnavailable
 
 _FEW_ROWS = 16
