@@ -114,7 +114,7 @@ def test_without_a_prompt_and_another_device_this_machine_is_planned_as_it_would
         (("no-such-family", *ASKED), "transformers has no family of that name"),
         (("./nowhere/config.json", *ASKED), "there is no folder or file"),
         (("reader", *ASKED, "--dtype", "float8"), "dtype is 'float8'"),
-        (("qwen3_next", *ASKED), "cannot be composed"),
+        (("mamba2", *ASKED), "layers with a state only"),
         (("musicgen", *ASKED), "musicgen has no text model, or several"),
     ],
 )

@@ -37,6 +37,12 @@ class TestObjectTierOnFiles(_ObjectTierConformance):
         return ObjectTier.from_url(f"file://{place}")
 
 
+class Patient(ThreadingHTTPServer):
+    """With room for all connections at once: one that is dropped is tried again after a second, which is its limit."""
+
+    request_queue_size = 256
+
+
 class Bucket:
     """As much of S3 as the tier needs, over HTTP on loopback, with troubles on demand."""
 
@@ -106,7 +112,7 @@ class Bucket:
 
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = handle_one  # noqa: N815
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Patient(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"s3://bucket/kv?endpoint=http://127.0.0.1:{self.server.server_port}&allow_http=true&region=local"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
