@@ -196,3 +196,14 @@ def test_states_survive_sleep():
     engine.wake()
     after, _ = answer(engine, prompt, GREEDY)
     assert token_ids(after) == token_ids(before) and num_computed(after) == 1
+
+
+def test_what_a_document_keeps_beside_its_tokens_is_what_is_counted():
+    model = loaded_hybrid("minimax")
+    engine = build_engine(model, max_batched_tokens=5)  # documents are computed in parts
+    answer(engine, asked([], [70]), GREEDY)
+    for chunk in engine.kv_cache.chunks():
+        parts = [
+            (*kept.state.tails.values(), kept.state.memory, kept.gain, kept.offset) for kept in chunk.saved_state.value
+        ]
+        assert sum(part.nbytes for each in parts for part in each if part is not None) == model.map_bytes

@@ -112,7 +112,7 @@ class RowStates:
 
     progress: StateProgress
     seen: tuple[SavedState, ...] = ()
-    """Those of the spans that the first tokens of a span see, in prompt order."""
+    """Those of the spans that they see, in prompt order, unless the state before them has all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,11 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
 
 
 def _states_seen(work: ScheduledTokens) -> tuple[SavedState, ...]:
-    """The states of the spans that a span sees, in prompt order, if these are its first tokens."""
+    """The states of the spans that tokens follow, in prompt order; none, if they are in the state before them."""
     allocation = work.sequence.allocation
     assert allocation is not None and work.states is not None
-    if work.states.before is not None:
+    before = work.states.before
+    if before is not None and not before.has_map:
         return ()
     spans = work.sequence.request.layout.spans
     numbers = [view.span for view in spans[work.span].views]

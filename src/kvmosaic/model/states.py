@@ -19,7 +19,8 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -93,7 +94,7 @@ class SpanState:
     """What one layer keeps of the computed tokens of a span."""
 
     state: LayerState
-    """After the last of them, as they were computed."""
+    """After the last of them, as they were computed; without the memory if M and N are kept."""
     gain: Tensor | None = None
     """M; None: all that is before the span is in its state, or the layer has no memory."""
     offset: Tensor | None = None
@@ -169,7 +170,7 @@ class _LayerCache:
 
 @dataclass(eq=False, slots=True)
 class StateLayer:
-    """One layer with a state, and how its memory changes; see `install`."""
+    """One layer with a state, and how its memory changes; see `install_states`."""
 
     number: int
     """Number among the model's layers with a state."""
@@ -248,11 +249,11 @@ class StateLayer:
         offset = after.memory - self.applied(gain, memory)
         if before is not None and before.gain is not None and before.offset is not None:
             offset = self.applied(gain, before.offset) + offset
-            gain = self._after(gain, before.gain)
-        return outputs[:1], SpanState(after, gain, offset)
+            gain = self.applied(gain, before.gain)
+        return outputs[:1], SpanState(LayerState(after.tails, None), gain, offset)
 
     def applied(self, gain: Tensor, memory: Tensor) -> Tensor:
-        """M S."""
+        """M S; or M of two runs, of which the second is given first."""
         if self.kind == "left":
             return gain @ memory
         return memory @ gain if self.kind == "right" else gain * memory
@@ -268,12 +269,6 @@ class StateLayer:
         self.returns = len(result) if isinstance(result, tuple) else 0
         output = result[0] if isinstance(result, tuple) else result
         return output, LayerState(cache.tails, cache.memories.get(0))
-
-    def _after(self, gain: Tensor, before: Tensor) -> Tensor:
-        """M of two runs, one after the other."""
-        if self.kind == "left":
-            return gain @ before
-        return before @ gain if self.kind == "right" else gain * before
 
     def _identity(self, device: torch.device) -> Tensor:
         """[r, *memory]: memories of which the layer's results show M; see `_assembled`."""
@@ -305,21 +300,14 @@ Mixer = Callable[[StateLayer, Tensor], Tensor]
 _current: ContextVar[Mixer | None] = ContextVar("kvmosaic_mixer", default=None)
 
 
-class mixing_scope:  # noqa: N801 - used as `with mixing_scope(mixer):`
+@contextmanager
+def mixing_scope(mixer: Mixer | None) -> Iterator[None]:
     """Sends every layer with a state inside the `with` block to a mixer; None: the layers' own code."""
-
-    __slots__ = ("_mixer", "_token")
-
-    def __init__(self, mixer: Mixer | None) -> None:
-        self._mixer = mixer
-        self._token: Token[Mixer | None] | None = None
-
-    def __enter__(self) -> None:
-        self._token = _current.set(self._mixer)
-
-    def __exit__(self, *_: object) -> None:
-        assert self._token is not None
-        _current.reset(self._token)
+    token = _current.set(mixer)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def row_by_row(layer: StateLayer, hidden: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.attention import SpanRows
-from kvmosaic.cache.block_table import SavedState
+from kvmosaic.cache.block_table import SavedState, StateProgress
 from kvmosaic.model.states import LayerState, SpanState, StateLayer
 
 
@@ -17,15 +17,11 @@ from kvmosaic.model.states import LayerState, SpanState, StateLayer
 class _Rows:
     """Rows of one span."""
 
-    rows: slice
-    span: SpanRows
-
-    @property
-    def sources(self) -> tuple[SavedState, ...]:
-        """The states that they begin from."""
-        assert self.span.state is not None
-        before = self.span.state.progress.before
-        return self.span.state.seen if before is None else (before,)
+    first: int
+    num_rows: int
+    progress: StateProgress
+    sources: tuple[SavedState, ...]
+    """The states that they begin from, in prompt order."""
 
 
 class StepStates:
@@ -41,7 +37,7 @@ class StepStates:
         self._num_layers = num_layers
         self._levels = _levels(spans)
         self._new: dict[SavedState, list[SpanState]] = {
-            state: [] for span in spans if span.state is not None for _, state in span.state.progress.saves
+            state: [] for level in self._levels for rows in level for _, state in rows.progress.saves
         }
 
     def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
@@ -49,15 +45,15 @@ class StepStates:
         self.num_calls += 1
         output = torch.empty_like(hidden)
         for level in self._levels:
-            starts = [self._start(layer, rows) for rows in level]
-            single = [number for number, rows in enumerate(level) if _is_single(rows, starts[number])]
-            if len(single) > 1:
-                self._run_together(layer, hidden, output, [level[number] for number in single], starts, single)
-            else:
-                single = []
-            for number, rows in enumerate(level):
-                if number not in single:
-                    self._run(layer, hidden, output, rows, starts[number])
+            single: list[tuple[_Rows, LayerState]] = []
+            for rows in level:
+                state = composed(layer, [self._of(source, layer) for source in rows.sources])
+                if rows.num_rows == 1 and state is not None and not rows.progress.last.has_map:
+                    single.append((rows, state))
+                else:
+                    self._run(layer, hidden, output, rows, state)
+            if single:
+                self._run_together(layer, hidden, output, single)
         return output
 
     @property
@@ -76,23 +72,13 @@ class StepStates:
         kept: SpanState = state.value[layer.number] if new is None else new[layer.number]
         return kept
 
-    def _start(self, layer: StateLayer, rows: _Rows) -> LayerState | None:
-        """The state that rows of a span begin from; None: nothing comes before them."""
-        assert rows.span.state is not None
-        before = rows.span.state.progress.before
-        if before is not None:
-            return self._of(before, layer).state
-        return composed(layer, [self._of(state, layer) for state in rows.sources])
-
     def _run(self, layer: StateLayer, hidden: Tensor, output: Tensor, rows: _Rows, state: LayerState | None) -> None:
-        assert rows.span.state is not None
-        progress = rows.span.state.progress
-        first = rows.rows.start
-        for count, saved in progress.saves:
-            part = slice(first, rows.rows.start + count)
+        first, before = rows.first, rows.progress.before
+        for count, saved in rows.progress.saves:
+            part = slice(first, rows.first + count)
             if saved.has_map:
-                before = None if progress.before is None else self._of(progress.before, layer)
-                output[:, part], kept = layer.run_with_map(hidden[:, part], before, state)
+                earlier = None if before is None else self._of(before, layer)
+                output[:, part], kept = layer.run_with_map(hidden[:, part], earlier, state)
             else:
                 output[:, part], after = layer.run(hidden[:, part], None if state is None else state.repeated(1))
                 kept = SpanState(after)
@@ -100,22 +86,15 @@ class StepStates:
             state, first = kept.state, part.stop
 
     def _run_together(
-        self,
-        layer: StateLayer,
-        hidden: Tensor,
-        output: Tensor,
-        level: Sequence[_Rows],
-        starts: Sequence[LayerState | None],
-        numbers: Sequence[int],
+        self, layer: StateLayer, hidden: Tensor, output: Tensor, single: Sequence[tuple[_Rows, LayerState]]
     ) -> None:
         """Runs single tokens of several sequences as one batch."""
-        numbered = torch.tensor([rows.rows.start for rows in level], device=hidden.device)
-        states = LayerState.stacked([state for number in numbers if (state := starts[number]) is not None])
+        numbered = torch.tensor([rows.first for rows, _ in single], device=hidden.device)
+        states = LayerState.stacked([state for _, state in single])
         outputs, after = layer.run(hidden[0, numbered][:, None], states)
         output[0, numbered] = outputs[:, 0]
-        for index, rows in enumerate(level):
-            assert rows.span.state is not None
-            self._new[rows.span.state.progress.last].append(SpanState(after.at(index)))
+        for index, (rows, _) in enumerate(single):
+            self._new[rows.progress.last].append(SpanState(after.at(index)))
 
 
 def composed(layer: StateLayer, parts: Sequence[SpanState]) -> LayerState | None:
@@ -137,28 +116,24 @@ def composed(layer: StateLayer, parts: Sequence[SpanState]) -> LayerState | None
     return LayerState(parts[-1].state.tails, memory)
 
 
-def _is_single(rows: _Rows, state: LayerState | None) -> bool:
-    """Whether rows are one token that continues from a state, and may be computed together with others."""
-    assert rows.span.state is not None
-    return rows.rows.stop - rows.rows.start == 1 and state is not None and not rows.span.state.progress.last.has_map
-
-
 def _levels(spans: Sequence[SpanRows]) -> list[list[_Rows]]:
     """The rows of a step, in the order in which they can be computed: those of one level do not need each other."""
     made_by: dict[SavedState, int] = {}
     everything: list[_Rows] = []
     first = 0
     for number, span in enumerate(spans):
-        everything.append(_Rows(slice(first, first + len(span.token_ids)), span))
-        first += len(span.token_ids)
         assert span.state is not None, "every span of a model with states has one"
-        made_by.update((state, number) for _, state in span.state.progress.saves)
+        progress, seen = span.state.progress, span.state.seen
+        sources = seen if progress.before is None else (*seen, progress.before)
+        everything.append(_Rows(first, len(span.token_ids), progress, sources))
+        first += len(span.token_ids)
+        made_by.update((state, number) for _, state in progress.saves)
     depths: dict[int, int] = {}
 
     def depth(number: int) -> int:
         if number not in depths:
-            sources = [made_by[state] for state in everything[number].sources if state in made_by]
-            depths[number] = 1 + max((depth(source) for source in sources), default=-1)
+            makers = [made_by[state] for state in everything[number].sources if state in made_by]
+            depths[number] = 1 + max((depth(maker) for maker in makers), default=-1)
         return depths[number]
 
     levels: list[list[_Rows]] = []
