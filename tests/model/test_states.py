@@ -13,12 +13,15 @@ from support.hybrid import oracle_logits
 from support.loaded import loaded_hybrid, random_prompt
 from torch import Tensor, nn
 
+from kvmosaic.attention import RowStates, SpanRows
+from kvmosaic.cache.block_table import SavedState, StateProgress
 from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.errors import InvalidConfig, UnsupportedModel
 from kvmosaic.layout import arrange
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.states import LayerState, StateLayer, install_states, mixing_scope
+from kvmosaic.model.step_states import StepStates
 from kvmosaic.prompt import Prompt
 
 
@@ -120,6 +123,21 @@ def test_how_documents_change_a_memory_is_found() -> None:
         _, end = layer.run(text, None if end is None else end.repeated(1))
         memory = layer.applied(kept.gain, memory) + kept.offset
         assert end.memory is not None and (memory - end.memory).abs().max() <= 1e-12
+
+
+@torch.inference_mode()
+def test_rows_run_after_those_that_they_begin_from() -> None:
+    (layer,) = install_states(nn.ModuleList([Delta()]), 8, LIKE)
+    chunk, last, hidden = SavedState(has_map=True), SavedState(), torch.randn(1, 5, 8, dtype=torch.float64)
+
+    def rows(count: int, saved: SavedState, *seen: SavedState) -> SpanRows:
+        states = RowStates(StateProgress(None, ((count, saved),)), seen)
+        return SpanRows([1] * count, 0, "request", range(count), (), state=states)
+
+    output = StepStates(1, [rows(2, last, chunk), rows(3, chunk)])(layer, hidden)
+    document, state = layer.run(hidden[:, 2:], None)
+    question, _ = layer.run(hidden[:, :2], state)
+    torch.testing.assert_close(output, torch.cat([question, document], dim=1))
 
 
 def test_a_layer_is_its_own_where_no_mixer_is_in_scope() -> None:
