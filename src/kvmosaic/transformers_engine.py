@@ -50,7 +50,8 @@ def build_runner(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     runner = Runner(model, num_blocks, block_size, backend)
-    if model.device.type == "cuda" and not model.has_bias and not model.state_layers and not config.enforce_eager:
+    is_special = model.has_bias or model.has_indexers or bool(model.state_layers)
+    if model.device.type == "cuda" and not is_special and not config.enforce_eager:
         with suppress(ImportError):  # without Triton
             from kvmosaic.attention.triton import TritonBackend
             from kvmosaic.model.step_graphs import StepGraphs

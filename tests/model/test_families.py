@@ -69,7 +69,7 @@ def test_detection_finds_the_same_in_every_dtype(family: str, dtype: torch.dtype
 @pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_the_dense_twin_equals_eager_attention(family: str) -> None:
     model, layout = loaded_family(family), dense_layout(random_prompt())
-    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers if not layer.num_chosen])
     assert torch.isfinite(expected).all()
     assert (dense_logits(model, layout) - expected).abs().max() <= 1e-10
 
@@ -77,7 +77,7 @@ def test_the_dense_twin_equals_eager_attention(family: str) -> None:
 @pytest.mark.parametrize("family", each_family(SUPPORTED))
 def test_the_dense_twin_equals_eager_attention_in_float32(family: str) -> None:
     model, layout = LoadedModel.from_module(build(family, torch.float32)), dense_layout(random_prompt())
-    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers if not layer.num_chosen])
     assert (dense_logits(model, layout) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
@@ -90,13 +90,13 @@ def test_moved_chunks_equal_eager_attention_at_their_new_positions(family: str) 
     model = LoadedModel.from_module(build(family, **changes)) if changes else loaded_family(family)
     layout = dense_layout(random_prompt(system=0), "sequential")
     assert layout.is_one_forward and layout.distances.any()
-    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers if not layer.num_chosen])
     assert (dense_logits(model, layout) - expected).abs().max() <= 1e-10
 
 
 def test_queries_scaled_by_their_position_keep_the_scale_of_where_they_were_computed() -> None:
     model, layout = loaded_family("beam"), dense_layout(random_prompt(system=0), "sequential")
-    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers if not layer.num_chosen])
     difference = (dense_logits(model, layout) - expected).abs()
     assert difference[:9].max() <= 1e-10, "the first chunk is not moved"
     assert 1e-6 < difference.max() < 1e-2
@@ -106,16 +106,17 @@ def test_queries_scaled_by_their_position_keep_the_scale_of_where_they_were_comp
 def test_keys_depend_on_the_position_only_through_the_rotation(family: str) -> None:
     model, tokens = loaded_family(family), torch.arange(3, 14)
     layout = dense_layout(random_prompt(system=0, chunks=(), question=11))
-    keys: dict[int, list[torch.Tensor]] = {}
+    keys: dict[int, dict[int, torch.Tensor]] = {}
     for start in (0, 160):
         twin = DenseAttention(replace(layout, positions=layout.positions + start), model.layers)
 
         def record(call: AttentionCall, start: int = start, twin: DenseAttention = twin) -> torch.Tensor:
-            keys.setdefault(start, []).append(call.key)
+            keys.setdefault(start, {})[call.layer_index] = call.key
             return twin(call)
 
         model.forward(tokens, torch.arange(11) + start, torch.tensor([10]), record)
-    for layer, near, far in zip(model.layers, keys[0], keys[160], strict=True):
+    for layer in model.layers:
+        near, far = keys[0][layer.index], keys[160][layer.index]
         moved = rotate(near, layer.rotation.tables(torch.tensor([160]), dtype=near.dtype)) if layer.rotation else near
         assert (moved - far).abs().max() <= 1e-10 * max(1.0, float(far.abs().max()))
 

@@ -103,6 +103,8 @@ def _family(model_type: str, *parts: dict[str, Any], **more: Any) -> Family:
 _LEARNED = {"rotations": ("none",), "reason": "its values depend on the position"}
 _WINDOW_FULL = ("window 8", "full")
 _LATENT_HALF = {"rotations": ("half 32+8/40",)}
+_INDEXED: dict[str, Any] = {"index_topk": 12, "index_n_heads": 24, "index_head_dim": 16}
+_INDEX_KEYS = {"rotations": (*["half 32+8/40"] * 2, *["half 0+8/16"] * 2)}
 _UNREACHABLE = {"is_refused": True, "reason": "cannot be reached"}
 _HEADS_ONLY = ("head_dim", "num_key_value_heads")
 _TWELVE = {"num_attention_heads": 12, "hidden_size": 192}
@@ -250,6 +252,19 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": _family("deepseek_v2", _EXPERTS, _LATENT, rotations=("interleaved 32+8/40",)),
     "deepseek_v3": _family("deepseek_v3", _EXPERTS, _LATENT, {"first_k_dense_replace": 1}, **_LATENT_HALF),
     "glm4_moe_lite": _family("glm4_moe_lite", _EXPERTS, _LATENT, **_LATENT_HALF),
+    # Latent attention that reads the best keys only: its indexers are layers beside the others.
+    "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, _INDEXED, **_INDEX_KEYS),
+    "glm_moe_dsa": _family(
+        "glm_moe_dsa",
+        _EXPERTS,
+        _LATENT,
+        _INDEXED,
+        {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        rotations=(*["half 32+8/40"] * 4, *["half 0+8/16"] * 2),
+    ),
+    "axk2": _family("axk2", _EXPERTS, _LATENT, _INDEXED, **_INDEX_KEYS),
+    "hy_v4": _family("hy_v4", _EXPERTS, _LATENT, _INDEXED, rotations=(*["half 32+8/40"] * 2, *["half 8+8/16"] * 2)),
+    "dots3_note": _family("dots3_note_text", _EXPERTS, _LATENT, _INDEXED, **_INDEX_KEYS),
     "youtu": _family("youtu", _LATENT, **_LATENT_HALF),
     "minicpm3": _family("minicpm3", _LATENT, **_LATENT_HALF),
     "axk1": _family("axk1", _EXPERTS, _LATENT, **_LATENT_HALF),
@@ -337,7 +352,6 @@ FAMILIES: dict[str, Family] = {
         is_refused=True,
         reason="compressed groups",
     ),
-    "deepseek_v32": _family("deepseek_v32", _EXPERTS, _LATENT, is_refused=True, reason="index"),
 }
 
 _DELTA = {

@@ -152,9 +152,10 @@ class Trainer:
                 f"the model is {model.weights_text}; training needs float32 weights that are not packed: load it with "
                 "dtype='float32' and prepack='never'"
             )
-        if model.state_layers:
+        if model.state_layers or model.has_indexers:
+            kind = "carry a state" if model.state_layers else "choose the keys that others read"
             raise InvalidConfig(
-                "this model has layers with a state, and lessons do not compose states; take another one"
+                f"this model has layers that {kind}, and lessons are composed by attention alone; take another one"
             )
         for name in settings.strategies:
             if strategy_named(name).moves(settings.context) and not model.is_movable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
@@ -31,11 +31,13 @@ class DenseAttention:
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
-        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv].
+        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]; for an indexer, [T, T] bool, its choice.
 
         Raises:
             NotMovable: the layout moves keys of a layer that does not allow it.
         """
+        if call.num_chosen:
+            return self.choose(self.index_scores(call, call.query, call.key, call.value), call.num_chosen)
         return self.attend(call, call.query, call.key, call.value).to(call.query.dtype)
 
     def attend(
@@ -49,7 +51,7 @@ class DenseAttention:
         """Attention of some of the tokens.
 
         Args:
-            call: the layer's constants.
+            call: the layer's constants; `chosen` is [R, T] bool.
             query: [R, H, D].
             key: [T, G, D], of all tokens.
             value: [T, G, Dv].
@@ -73,12 +75,32 @@ class DenseAttention:
         if layer.bias is not None:
             scores = scores + layer.bias.between(positions, key_positions, precision).to(scores.device)
         visible = self._mask[chosen] & _shown(layer.mask, positions[:, None], key_positions)
+        if call.chosen is not None:
+            visible = visible & call.chosen.to(visible.device)
         scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
         if call.sinks is not None:
             sinks = call.sinks.to(precision)[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat((scores, sinks), dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : key.shape[0]]
         return torch.einsum("hqk,khd->qhd", weights, value)
+
+    def index_scores(
+        self, call: AttentionCall, query: Tensor, key: Tensor, weights: Tensor, rows: Sequence[int] | None = None
+    ) -> Float[Tensor, "R T"]:
+        """Scores of an indexer, for queries [R, H, D], keys [T, 1, D] and weights [R, 1, H]; -inf where not seen."""
+        layer, chosen = self._layers[call.layer_index], slice(None) if rows is None else torch.tensor(rows)
+        query, key, weights = (
+            part.to(torch.promote_types(part.dtype, torch.float32)) for part in (query, key, weights)
+        )
+        scores = self._scores(layer, query, key.expand(-1, query.shape[1], -1), self._distances[chosen]).clamp_min(0)
+        summed = (scores * weights[:, 0].T[:, :, None]).sum(0)
+        return summed.masked_fill(~self._mask[chosen].to(summed.device), -torch.inf)
+
+    @staticmethod
+    def choose(scores: Float[Tensor, "R T"], count: int) -> Bool[Tensor, "R T"]:
+        """The best keys of each row; of equal ones the first."""
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True) & (scores > -torch.inf)
 
     def _scores(self, layer: LayerSpec, query: Tensor, key: Tensor, distances: Tensor) -> Tensor:
         """[H, R, T]: every query against every key, the key moved by the layout's distance for this query."""

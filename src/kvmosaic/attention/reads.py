@@ -40,8 +40,9 @@ class Call:
     """[last - first, num_tokens] bool; None: everything is seen."""
 
 
-Reader = tuple[int, int, int, bool]
-"""Rows of a group in a call: their number, position of the first, position of its first key, whether that follows."""
+Reader = tuple[int, int, int, bool, int]
+"""Rows of a group in a call: their number, position of the first, position of its first key, whether that follows, and
+the number of the run among those that they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,27 @@ class ReadPlan:
         """[R], position of each stacked query's row; and [R], position of the first key of its call for that row."""
         rows: list[int] = []
         keys: list[int] = []
-        for num_rows, position, key_position, follows in self.readers:
+        for num_rows, position, key_position, follows, _ in self.readers:
             rows.extend(range(position, position + num_rows))
             keys.extend(range(key_position, key_position + num_rows) if follows else [key_position] * num_rows)
         return torch.tensor(rows, device=self.rows.device), torch.tensor(keys, device=self.rows.device)
+
+    def by_group(self) -> dict[range, list[tuple[int, int]]]:
+        """For the rows of each group, the calls that they make: number and first stacked query.
+
+        They are in the order of the keys' positions; keys at the same position in the order of the group's reads, in
+        which documents come by their keys, so that their order in the prompt makes no difference.
+        """
+        found: dict[range, list[tuple[int, int, int, int]]] = {}
+        readers = iter(self.readers)
+        for number, call in enumerate(self.calls):
+            first = call.first
+            while first < call.last:
+                count, _, position, _, run = next(readers)
+                row = self.row_numbers[first]
+                found.setdefault(range(row, row + count), []).append((position, run, number, first))
+                first += count
+        return {rows: [(number, first) for *_, number, first in sorted(calls)] for rows, calls in found.items()}
 
     def needed_slots(self) -> dict[PoolName | None, int]:
         """Min slots of every pool, so that all reads are inside it; 0: the pool is not read."""
@@ -89,8 +107,8 @@ class _Stack:
 
     causal: bool = False
     needs_mask: bool = False
-    readers: list[tuple[RowGroup, Piece]] = field(default_factory=list)
-    """Groups and their trimmed reads; `positions` are those of keys that are not consecutive."""
+    readers: list[tuple[RowGroup, Piece, int]] = field(default_factory=list)
+    """Groups, their trimmed reads, and the numbers of these; `positions` are those of keys that are not consecutive."""
 
 
 def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device) -> ReadPlan:
@@ -98,7 +116,7 @@ def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device)
     stacks: dict[tuple[object, ...], _Stack] = {}
     for group in groups:
         first_seen, last_seen = _seen_from(group, mask)
-        for read in group.reads:
+        for number, read in enumerate(group.reads):
             seen = read.visibility
             if seen is not None and seen.ends and not any(seen.ends):
                 continue
@@ -111,12 +129,13 @@ def plan_reads(groups: Sequence[RowGroup], mask: MaskSpec, device: torch.device)
             run = (read.pool, trimmed.first_slot, trimmed.num_tokens)
             # a mask belongs to one reader: such a call is never shared, not even for two reads of one chunk
             stack = stacks.setdefault((*run, len(stacks)) if masked else run, _Stack(needs_mask=masked))
-            stack.readers.append((group, trimmed))
+            stack.readers.append((group, trimmed, number))
         if not group.reads_itself:
             positions = group.rules.positions
             masked = last_seen > (min(positions) if positions else group.position)
             own = Piece("request", group.first_row, group.num_rows, group.position, positions=positions)
-            stacks[None, group.first_row, group.num_rows] = _Stack(group.num_rows > 1, masked, [(group, own)])
+            reader = (group, own, len(group.reads))
+            stacks[None, group.first_row, group.num_rows] = _Stack(group.num_rows > 1, masked, [reader])
     return _stacked(stacks, mask, device)
 
 
@@ -160,7 +179,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
     weights: list[tuple[int, int, Piece]] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
-        for group, read in stack.readers:
+        for group, read, number in stack.readers:
             if read.visibility is not None and read.visibility.weight != UNWEIGHTED:
                 weights.append((len(rows), group.num_rows, read))
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
@@ -169,7 +188,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
                 if read.follows
                 else [read.distance] * group.num_rows
             )
-            readers.append((group.num_rows, group.position, read.position, read.follows))
+            readers.append((group.num_rows, group.position, read.position, read.follows, number))
         shown = _shown_keys(stack, mask, num_tokens, device) if stack.needs_mask else None  # type: ignore[arg-type]
         causal = stack.causal and shown is None
         calls.append(Call(first, len(rows), pool, first_slot, num_tokens, causal, shown))  # type: ignore[arg-type]
@@ -200,7 +219,7 @@ def _weights(parts: list[tuple[int, int, Piece]], num_rows: int) -> tuple[Tensor
 
 def _shown_keys(stack: _Stack, mask: MaskSpec, num_tokens: int, device: torch.device) -> Tensor:
     """[rows, num_tokens] bool: the keys that the rows of the only reader see."""
-    ((group, read),) = stack.readers
+    ((group, read, _),) = stack.readers
     shown = torch.ones(group.num_rows, num_tokens, dtype=torch.bool, device=device)
     if (mask.kind != "full" or group.rules.window) and not read.follows:
         lowest = torch.tensor([group.lowest_seen(mask, row) for row in range(group.num_rows)], device=device)

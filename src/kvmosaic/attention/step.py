@@ -11,11 +11,11 @@ A backend that takes a whole layer does the last three at once, for the layers i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvmosaic.attention.composed import apply_sinks, merge_partials
@@ -100,6 +100,57 @@ def _shares(
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """The keys that an indexer has chosen for the rows of a step."""
+
+    by_rows: Mapping[range, Bool[Tensor, "n S"]]
+    """For the rows of each group, which of the keys in its runs, in the order of `ReadPlan.by_group`."""
+    masks: tuple[Bool[Tensor, "R S"], ...]
+    """The same for each call of the plan. No masks: all keys are read, as no row sees more than it may choose."""
+
+    def of(self, calls: Sequence[Call]) -> list[Call]:
+        """The calls of the plan, with these keys only."""
+        if not self.masks:
+            return list(calls)
+        return [replace(call, causal=False, mask=mask) for call, mask in zip(calls, self.masks, strict=True)]
+
+
+def _index_scores(
+    plan: ReadPlan,
+    parts: Sequence[tuple[int, int]],
+    keys: Sequence[Tensor],
+    query: Tensor,
+    weights: Tensor,
+    rows: range,
+) -> Float[Tensor, "n S"]:
+    """Scores of an indexer for some rows of a group over all keys of its runs; -inf where a key is not seen."""
+    precision = torch.promote_types(query.dtype, torch.float32)
+    found = []
+    for (number, first), key in zip(parts, keys, strict=True):
+        call, stacked = plan.calls[number], slice(first + rows.start, first + rows.stop)
+        scores = torch.relu(torch.einsum("rhd,sd->rhs", query[stacked].to(precision), key.to(precision)))
+        scores = torch.einsum("rh,rhs->rs", weights[stacked].to(precision), scores)
+        if call.mask is not None:
+            scores = scores.masked_fill(~call.mask[stacked.start - call.first : stacked.stop - call.first], -torch.inf)
+        elif call.causal:
+            later = torch.ones(call.num_tokens, call.num_tokens, dtype=torch.bool, device=key.device).triu_(1)
+            scores = scores.masked_fill(later[rows.start : rows.stop], -torch.inf)
+        found.append(scores)
+    return torch.cat(found, dim=1)
+
+
+def best_keys(scores: Float[Tensor, "n S"], count: int) -> Bool[Tensor, "n S"]:
+    """The `count` keys of each row with the highest scores, the first ones among equal ones; never one of -inf."""
+    is_seen = scores > -torch.inf
+    if scores.shape[1] <= count:
+        return is_seen
+    lowest = scores.topk(count, dim=1).values[:, -1:]
+    above, equal = scores > lowest, scores == lowest
+    room = count - above.sum(dim=1, keepdim=True)
+    return is_seen & (above | (equal & (equal.cumsum(dim=1) <= room)))
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Slots for the rows of a step: `rows` of the step go to `slots` of a pool."""
 
@@ -149,15 +200,18 @@ class StepAttention:
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
-        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
+        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]; for an indexer, a `Choice`."""
         index = call.layer_index
         self.num_calls += 1
         self._write(call)
         layer = self._layers[index]
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
+        if call.num_chosen:
+            return self._choose(call, plan, tables)  # type: ignore[return-value]
         result = None
-        if self._layer_backend is not None and layer.bias is None and plan.weights is None:
+        reads_all = call.chosen is None or not call.chosen.masks
+        if self._layer_backend is not None and layer.bias is None and plan.weights is None and reads_all:
             result = self._reader(self._layer_backend, layer.mask, plan).attend(
                 call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
             )
@@ -175,6 +229,39 @@ class StepAttention:
             assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
             storage.write(call.layer_index, write.slots, call.key[write.rows], call.value[write.rows])
 
+    def _choose(self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None) -> Choice:
+        """The keys that the next attention reads."""
+        groups = plan.by_group()
+        counts = [sum(plan.calls[number].num_tokens for number, _ in parts) for parts in groups.values()]
+        if max(counts) <= call.num_chosen:
+            return Choice({}, ())
+        query, weights = (part if plan.is_single else part[plan.rows] for part in (call.query, call.value[:, 0]))
+        if tables is not None:
+            query = rotate(query.to(torch.promote_types(query.dtype, torch.float32)), tables)
+        chosen: dict[range, Tensor] = {}
+        masks: list[list[Tensor]] = [[] for _ in plan.calls]
+        for rows, parts in groups.items():
+            keys = [self._key_run(call, plan.calls[number])[:, 0] for number, _ in parts]
+            num_keys = sum(len(key) for key in keys)
+            count = max(1, _MAX_SCORES // (query.shape[1] * num_keys))
+            chosen[rows] = torch.cat(
+                [
+                    best_keys(_index_scores(plan, parts, keys, query, weights, each), call.num_chosen)
+                    for each in (range(first, min(first + count, len(rows))) for first in range(0, len(rows), count))
+                ]
+            )
+            for (number, _), mask in zip(
+                parts, torch.split(chosen[rows], [len(key) for key in keys], dim=1), strict=True
+            ):
+                masks[number].append(mask)
+        return Choice(chosen, tuple(torch.cat(parts) for parts in masks))
+
+    def _key_run(self, call: AttentionCall, part: Call) -> Tensor:
+        """[S, G, D], the keys of a call of a plan."""
+        if part.pool is None:
+            return call.key[part.first_slot : part.first_slot + part.num_tokens]
+        return self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)[0]
+
     def _attend_all(
         self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
@@ -189,7 +276,7 @@ class StepAttention:
             query = (query * factors[:, None, None]).to(call.query.dtype)
         results = [
             self._attend(call, query[part.first : part.last], part, biases[index] if biases else None)
-            for index, part in enumerate(plan.calls)
+            for index, part in enumerate(call.chosen.of(plan.calls) if call.chosen is not None else plan.calls)
         ]
         if len(results) == 1:
             output, lse = results[0]

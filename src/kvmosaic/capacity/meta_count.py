@@ -18,6 +18,7 @@ from kvmosaic.errors import UnsupportedModel
 from kvmosaic.layers import AttentionCall, LayerShape, MaskKind, MaskSpec
 from kvmosaic.model.frequencies import pin_frequencies
 from kvmosaic.model.hook import ATTENTION_NAME, attention_scope, install
+from kvmosaic.model.indexer import hook_indexers
 from kvmosaic.model.latent import can_keep_latent
 from kvmosaic.model.probe.probe import check_calls, number_layers, select_attention
 from kvmosaic.model.states import StateLayer, hook_states, mixing_scope
@@ -87,6 +88,7 @@ def _layers(module: Any) -> tuple[LayerShape, ...]:
     config = module.config.get_text_config()
     check_rules(module)
     hook_states(module)
+    hook_indexers(module)
     select_attention(module, ATTENTION_NAME)
     pin_frequencies(module, _position_limit(config) or _LONGEST)
     for part in module.modules():
@@ -142,6 +144,9 @@ def _layer(call: AttentionCall, source: int, config: Any, position: int) -> Laye
     if source == call.layer_index and query_heads == heads and can_keep_latent(call.module):
         rank, width = part.kv_lora_rank, part.kv_lora_rank + part.qk_rope_head_dim
         return LayerShape(source, 1, width, rank, True, call.layer_index, query_heads, mask)
+    if call.num_chosen:
+        width = call.key.shape[2]
+        return LayerShape(source, heads, width, width, True, call.layer_index, query_heads, mask, call.num_chosen)
     sizes = call.key.shape[2], call.value.shape[2]
     return LayerShape(source, heads, *sizes, False, call.layer_index, query_heads, mask)
 

@@ -47,7 +47,11 @@ class ModelFacts:
     def kv_bytes_unshared(self) -> int:
         """The same if every query head had a key head of its own: what grouped queries and latents save."""
         stored = (layer for layer in self.layers if layer.is_stored)
-        return int(self.element_bytes * sum(2 * layer.num_query_heads * _head_dim(layer) for layer in stored))
+        numbers = sum(
+            layer.kept_per_token if layer.num_chosen else 2 * layer.num_query_heads * _head_dim(layer)
+            for layer in stored
+        )
+        return int(self.element_bytes * numbers)
 
     def seen_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of `num_tokens` that a token after them can see: a cache that evicts past windows."""
@@ -70,6 +74,8 @@ def describe(layer: LayerShape) -> str:
     sees = "" if layer.mask.kind == "full" else f", {layer.mask.kind} {layer.mask.size:,}"
     if not layer.is_stored:
         return f"keys of an earlier layer{sees}"
+    if layer.num_chosen:
+        return f"one index key of {layer.key_dim}, by which the best {layer.num_chosen:,} keys are chosen"
     if layer.value_in_key:
         return f"latent of {layer.value_dim} + {layer.key_dim - layer.value_dim} rotary{sees}"
     size = f"{layer.key_dim}" if layer.key_dim == layer.value_dim else f"{layer.key_dim} and {layer.value_dim}"

@@ -92,7 +92,8 @@ def _kind(layer: LayerShape) -> tuple[str, ...]:
     heads = f"{layer.num_query_heads} / {layer.num_kv_heads}"
     size = str(layer.key_dim) if layer.key_dim == layer.value_dim else f"{layer.key_dim} / {layer.value_dim}"
     shared = "" if layer.is_stored else f", keys of layer {layer.source_layer}"
-    latent = f"{size} latent" if layer.value_in_key else size
+    latent = f"{size} {'index' if layer.num_chosen else 'latent'}" if layer.value_in_key else size
+    shared = f", chooses {layer.num_chosen:,}" if layer.num_chosen else shared
     if not isinstance(layer, LayerSpec):
         return heads, latent, "of llama.cpp", "", f"{layer.mask}{shared}", "yes"
     movable = "yes" if layer.is_movable else "no"
@@ -197,7 +198,8 @@ def check_text(check: SelfCheck, is_movable: bool) -> RenderableType:
         table.add_row(finding.subject, finding.reference, *numbers, printable(finding.where), style=style)
     moved = "documents of the composed prompts were moved" if check.is_moved else "documents were not moved"
     unit = Text(f"relative differences; of logits in standard deviations; {moved}", style="dim")
-    return Group(table, unit, Text(), _verdict(check, is_movable))
+    note = [Text(check.note, style="dim")] if check.note else []
+    return Group(table, unit, *note, Text(), _verdict(check, is_movable))
 
 
 def tokens_text(differences: Sequence[TokenDifference]) -> Text:

@@ -115,6 +115,8 @@ class LayerShape(LayerGeometry):
     num_query_heads: int = 1
     """H."""
     mask: MaskSpec = FULL
+    num_chosen: int = 0
+    """If not 0, this is an indexer (see `kvmosaic.model.indexer`): it chooses so many keys for each query."""
 
     @property
     def is_stored(self) -> bool:

@@ -95,6 +95,9 @@ class AttentionCall:
     mask: while a model is probed, a predicate (batch, head, query index, key index) -> bool; otherwise None
     window: the model's sliding window, if it passes it as an argument
     unknown: while a model is probed, names of tensors that the model passes and this function does not know
+    num_chosen: if not 0, an indexer's call: for each query so many keys are chosen, `value` is [T, 1, H], a weight for
+        each of its queries, and the receiver returns the choice
+    chosen: what the receiver has returned to the indexer of this layer; None: all keys are read
     """
 
     layer_index: int
@@ -108,6 +111,8 @@ class AttentionCall:
     mask: Any = None
     window: int | None = None
     unknown: tuple[str, ...] = ()
+    num_chosen: int = 0
+    chosen: Any = None
 
     @property
     def rows(self) -> tuple[Float[Tensor, "T H D"], Float[Tensor, "T G D"], Float[Tensor, "T G Dv"]]:

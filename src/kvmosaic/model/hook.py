@@ -80,6 +80,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Any = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """The function transformers calls: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, Dv]."""
@@ -89,7 +90,7 @@ def _attention(
             "this model's attention was called outside attention_scope; call it through LoadedModel.forward, "
             "or model.set_attn_implementation('eager') to use it with transformers alone"
         )
-    call = call_of(module, query, key, value, attention_mask, scaling, softcap, s_aux, sliding_window)
+    call = call_of(module, query, key, value, attention_mask, scaling, softcap, s_aux, sliding_window, indices)
     return answer_of(call, receiver), None
 
 
@@ -99,7 +100,7 @@ def _probe_attention(
     """Like `_attention`; the call names the tensors that `_attention` would drop."""
     receiver = _current_receiver.get()
     assert receiver is not None, "probed inside attention_scope"
-    known = {name: named.get(name) for name in ("scaling", "softcap", "s_aux", "sliding_window")}
+    known = {name: named.get(name) for name in ("scaling", "softcap", "s_aux", "sliding_window", "indices")}
     call = call_of(module, query, key, value, attention_mask, **known)
     call.unknown = tuple(
         name for name, part in named.items() if isinstance(part, Tensor) and name not in known.keys() | _HARMLESS
@@ -117,8 +118,12 @@ def call_of(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    indices: Any = None,
 ) -> AttentionCall:
-    """Converts the arguments of an attention function to one call; latents are read by absorbed queries."""
+    """Converts the arguments of an attention function to one call; latents are read by absorbed queries.
+
+    `indices` is what an indexer returned: here, the choice of the receiver.
+    """
     latent = module.__dict__.get(LATENT_ATTRIBUTE)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return AttentionCall(
@@ -132,6 +137,7 @@ def call_of(
         module,
         mask,
         sliding_window,
+        chosen=indices,
     )
 
 

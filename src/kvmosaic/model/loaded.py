@@ -117,6 +117,7 @@ class LoadedModel:
                 "adapter cannot be applied to some of them; merge the adapter into the weights (merge_adapter=True, "
                 "--merge-adapter)"
             )
+        num_layers = sum(not layer.num_chosen for layer in layers)
         for adapter in adapters.values():
             attach(model, adapter)
         if adapters and (names := uncalled_layers(model, partial(_forward_blindly, model))):
@@ -143,7 +144,7 @@ class LoadedModel:
             frequency_note=pinned_note(model),
             keeps_rows="logits_to_keep" in inspect.signature(model.forward).parameters,
             state_layers=states,
-            adapters={name: _layout_adapter(adapter, len(layers)) for name, adapter in adapters.items()},
+            adapters={name: _layout_adapter(adapter, num_layers) for name, adapter in adapters.items()},
         )
 
     @property
@@ -163,8 +164,15 @@ class LoadedModel:
 
     @property
     def no_scores_reason(self) -> str:
-        """Why attention cannot be measured or weighed for a repair: it always can."""
-        return ""
+        """Why attention cannot be measured or weighed for a repair; empty when it can."""
+        if not self.has_indexers:
+            return ""
+        return "this model reads the best keys only, which it chooses before attention is weighed"
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether some layers choose the keys that others read."""
+        return any(layer.num_chosen for layer in self.layers)
 
     @property
     def immovable_reason(self) -> str:

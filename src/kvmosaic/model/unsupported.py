@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvmosaic.errors import WAY_OUT, UnsupportedModel
+from kvmosaic.model.indexer import indexers
 from kvmosaic.model.states import state_modules
 
 _RULES_OF_MANY_TOKENS = {
-    "indexed_attention": "lets each query choose its keys among all tokens by a top-k indexer",
     "compressed_sparse_attention": "attends to compressed groups of tokens",
     "heavily_compressed_attention": "attends to compressed groups of tokens",
     "minimax_m3_sparse": "lets each query choose its keys among all tokens by a top-k indexer",
@@ -74,5 +74,9 @@ def _reasons(module: Any) -> Iterator[str]:
     for kind in getattr(config, "layer_types", None) or ():
         if kind in _RULES_OF_MANY_TOKENS:
             yield f"{_RULES_OF_MANY_TOKENS[kind]} ({kind}), which cannot be composed from parts"
-    if any("Indexer" in kind for kind in kinds):
-        yield f"{_RULES_OF_MANY_TOKENS['indexed_attention']}, which cannot be composed"
+    known = {type(indexer).__name__ for indexer, _ in indexers(module)}
+    if others := [kind for kind in kinds if "Indexer" in kind and kind not in known]:
+        yield (
+            f"lets each query choose its keys by an indexer ({others[0]}) that does not keep one key per token in a "
+            "cache of transformers, where it could be read, so that parts of a prompt cannot be composed"
+        )

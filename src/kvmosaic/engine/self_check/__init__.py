@@ -42,6 +42,8 @@ class SelfCheck:
     """Whether the composed prompts had moved documents (not for models whose keys cannot be moved)."""
     error: str = ""
     """Why the check could not be finished, if so."""
+    note: str = ""
+    """What a reader should know beside it; empty if there is nothing."""
 
     @property
     def passed(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,14 @@ from torch import Tensor
 
 from kvmosaic.attention import AttentionBackend, SpanRows
 from kvmosaic.attention.dense import DenseAttention
+from kvmosaic.attention.step import Choice
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.self_check import Comparison, worst_finding
+from kvmosaic.engine.self_check.choices import Choices
 from kvmosaic.engine.step import ScheduledTokens
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import ChunkContext, DenseLayout, Layout, arrange, dense
@@ -60,7 +63,7 @@ class _Answered:
 
 
 def check_composed(model: LoadedModel, prompts: Sequence[Prompt], backend: AttentionBackend | None) -> list[Comparison]:
-    """Four findings: on positions, on storage and attention (of the first prompt), and on logits."""
+    """Findings on positions, on storage, attention and chosen keys (of the first prompt), and on logits."""
     # context-free documents in sequence are moved furthest, and one dense forward still is their reference
     strategy = "sequential" if moves(model) else "shared"
     context: ChunkContext = "none" if moves(model) else "system"
@@ -121,17 +124,34 @@ class _LayerRows:
     """Numbers of the tokens of the queries."""
     queries: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+    """Which tokens their queries may read: of an indexer the answer, of attention a part of the call."""
 
-    def add(self, call: AttentionCall, output: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Adds the rows of one step, which are of these tokens."""
+    def add(self, call: AttentionCall, output: Any, rows: Sequence[int], tokens: Sequence[int], seen: Tensor) -> None:
+        """Adds the rows of one step, which are of these tokens and see what `seen` [T, T] says."""
         self.keys[tokens], self.values[tokens] = call.key[rows], call.value[rows]
         self.tokens += tokens
         self.queries.append(call.query[rows])
-        self.outputs.append(output[rows])
+        choice = output if call.num_chosen else call.chosen
+        reads_all = choice is None or not choice.masks
+        self.chosen.append(seen[tokens] if reads_all else _chosen_tokens(choice, seen[tokens], rows))
+        if not call.num_chosen:
+            self.outputs.append(output[rows])
+
+
+def _chosen_tokens(choice: Choice, seen: Tensor, rows: Sequence[int]) -> Tensor:
+    """[R, T] bool: the tokens that rows have chosen among those that they see [R, T], which are listed in order."""
+    chosen = torch.zeros_like(seen)
+    for number, row in enumerate(rows):
+        group = next(group for group in choice.by_rows if row in group)
+        visible = seen[number].nonzero()[:, 0]
+        chosen[number, visible] = choice.by_rows[group][row - group.start, : len(visible)].to(seen.device)
+    return chosen
 
 
 def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[RecordedStep]) -> list[Comparison]:
-    attention = DenseAttention(dense(answered.layout), model.layers)
+    layout = dense(answered.layout)
+    attention, seen, choices = DenseAttention(layout, model.layers), torch.from_numpy(layout.mask), Choices()
     stored = [finding for step in steps for finding in _check_storage(model, step)]
     attended: list[Comparison] = []
     layers: dict[int, _LayerRows] = {}
@@ -147,16 +167,25 @@ def _check_attention(model: LoadedModel, answered: _Answered, steps: Sequence[Re
                     shape = (answered.layout.num_tokens, *call.key.shape[1:])
                     values = call.value.new_zeros(answered.layout.num_tokens, *call.value.shape[1:])
                     layers[call.layer_index] = _LayerRows(call, call.key.new_zeros(shape), values)
-                layers[call.layer_index].add(call, output, rows, tokens)
-        attended += [_compare_attention(attention, layer) for layer in layers.values()]
-    return [worst_finding(stored), worst_finding(attended)]
+                layers[call.layer_index].add(call, output, rows, tokens, seen)
+        for layer in layers.values():
+            if layer.call.num_chosen:
+                weights = layer.values[layer.tokens]
+                scores = attention.index_scores(layer.call, torch.cat(layer.queries), layer.keys, weights, layer.tokens)
+                chosen = torch.cat(layer.chosen).to(scores.device)
+                choices.compare(layer.call, scores, chosen, is_ours=True)
+            else:
+                attended.append(_compare_attention(attention, layer))
+    return [worst_finding(stored), worst_finding(attended), *choices.worst()]
 
 
 def _check_storage(model: LoadedModel, step: RecordedStep) -> list[Comparison]:
     findings = []
-    for (call, _), (key, value) in zip(step.calls, step.stored, strict=True):
+    for call, _ in step.calls:
+        key, value = step.stored[call.layer_index]
         if model.layers[call.layer_index].is_stored:
-            differing = sum(int((mine != theirs).sum()) for mine, theirs in ((key, call.key), (value, call.value)))
+            pairs = [(key, call.key)] if call.num_chosen else [(key, call.key), (value, call.value)]
+            differing = sum(int((mine != theirs).sum()) for mine, theirs in pairs)
             place = f"layer {call.layer_index}"
             findings.append(Comparison("what is stored", "what was computed", float(differing), 0.0, place))
     return findings
@@ -180,13 +209,14 @@ def _rows_of(layout: Layout, request: Request, step: RecordedStep) -> tuple[list
 def _compare_attention(attention: DenseAttention, layer: _LayerRows) -> Comparison:
     """The row with the largest difference relative to its limit, in root mean squares of its output."""
     query, output = torch.cat(layer.queries), torch.cat(layer.outputs)
-    dense_output = attention.attend(layer.call, query, layer.keys, layer.values, layer.tokens)
+    call = replace(layer.call, chosen=torch.cat(layer.chosen))
+    dense_output = attention.attend(call, query, layer.keys, layer.values, layer.tokens)
     size = dense_output.square().mean(dim=(1, 2)).sqrt().clamp_min(1e-30)
     apart = (output - dense_output).square().mean(dim=(1, 2)).sqrt() / size
     allowed = torch.full_like(apart, _FLOORS[query.dtype])
     if not bool((apart <= allowed).all()):
         unsure = _off_by_rounding(query, query.dtype)
-        rounded = attention.attend(layer.call, unsure, layer.keys, layer.values, layer.tokens)
+        rounded = attention.attend(call, unsure, layer.keys, layer.values, layer.tokens)
         allowed += _MAX_NOISE_RATIO * (rounded - dense_output).square().mean(dim=(1, 2)).sqrt() / size
     row = int((apart / allowed).nan_to_num(math.inf).argmax())
     place = f"layer {layer.call.layer_index}"
@@ -208,6 +238,8 @@ def _check_logits(model: LoadedModel, answered: Sequence[_Answered]) -> Comparis
         return finding
 
     def attend(call: AttentionCall) -> Tensor:
+        if call.num_chosen:
+            return attention(call)
         return _off_by_rounding(attention(call), call.query.dtype).to(call.query.dtype)
 
     noise = _differences(_dense_logits(model, joined, rows, attend, mixer).double(), theirs).cpu()

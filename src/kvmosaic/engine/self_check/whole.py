@@ -27,12 +27,14 @@ from torch import Tensor
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.self_check import Comparison, SelfCheck, ordinary_tokens, worst_finding
+from kvmosaic.engine.self_check.choices import Choices
 from kvmosaic.engine.self_check.composed import check_composed, composed_prompts, moves
 from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.layout import arrange, dense
 from kvmosaic.model.adapters import installed_adapters
 from kvmosaic.model.cpu.fused import Fused
 from kvmosaic.model.hook import attention_scope
+from kvmosaic.model.indexer import few_keys
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.model.probe.adapter_layers import check_against_own_code
 from kvmosaic.model.probe.own_code import FusedCall, run_own_code
@@ -45,6 +47,8 @@ _LENGTHS = ((9, 7, 13, 5, 12), (4, 11, 9, 10), (6, 8, 3, 14, 7))
 """Number of tokens of system text, documents and question of the composed prompts."""
 _LONG = (9, 67, 13, 12)
 """Replaces the first one, if the model has the positions: a document longer than any tile of a kernel."""
+_NUM_CHOSEN = 12
+"""Keys that an indexer chooses while it is checked, if it chooses more."""
 _NUM_CPU_ROWS, _NUM_GPU_ROWS = 128, 512
 """Rows of forwards that test effects on late rows only; multiples of all tiles, so that rows round alike."""
 
@@ -61,13 +65,15 @@ def run_self_check(model: LoadedModel, backend: AttentionBackend | None = None) 
     tokens = ordinary_tokens(model.tokenizer, model.vocab_size, num_tokens)
     rows = tokens[:num_rows]
     findings: list[Comparison] = []
+    choices = Choices()
     try:
         findings += check_rows(model, rows)
-        findings += check_layers(model, rows)
-        findings += check_composed(model, composed_prompts(tokens, lengths), backend)
+        with few_keys(model.module, _NUM_CHOSEN):
+            findings += check_layers(model, rows, choices)
+            findings += check_composed(model, composed_prompts(tokens, lengths), backend)
     except Exception as error:  # a failure here would also fail in an answer
         return SelfCheck(tuple(findings), is_moved, f"{type(error).__name__}: {error}")
-    return SelfCheck(tuple(findings), is_moved)
+    return SelfCheck(tuple(findings), is_moved, note=choices.note)
 
 
 def _most(model: LoadedModel, count: int) -> int:
@@ -87,8 +93,10 @@ _ROUNDING = 2.0**-6
 """Two units in the last place of bfloat16 either way: such differences of single numbers do not count."""
 
 
-def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Comparison]:
-    """Findings on attention, and on fused operations if any; none for adapted modules, which raise instead.
+def check_layers(model: LoadedModel, tokens: Sequence[int], choices: Choices | None = None) -> list[Comparison]:
+    """Findings on attention, and on fused operations and chosen keys if any.
+
+    None for adapted modules, which raise instead; `choices` counts equal scores.
 
     Raises:
         UnsupportedModel: an adapted attention module differs from its own code.
@@ -100,8 +108,14 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Comparison]:
         return []
     found: list[Comparison] = []
     facts = DenseAttention(dense(arrange(Prompt.plain(tokens))), model.layers)
+    choices = choices or Choices()
 
     def compare(call: AttentionCall, theirs: Tensor) -> None:
+        if call.num_chosen:
+            scores = facts.index_scores(call, call.query, call.key, call.value)
+            is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, theirs.long(), True)
+            choices.compare(call, scores, is_chosen & scores.isfinite(), is_ours=False)
+            return
         ours, limit = facts.attend(call, call.query, call.key, call.value), _ATTENTION_LIMIT
         if call.latent is not None:
             ours, limit = call.latent.expand(ours), _LATENT_LIMITS.get(call.query.dtype, limit)
@@ -109,7 +123,7 @@ def check_layers(model: LoadedModel, tokens: Sequence[int]) -> list[Comparison]:
         found.append(Comparison("attention", "the model's own code", difference, limit, f"layer {call.layer_index}"))
 
     calls = run_own_code(model, tokens, compare)
-    findings = [worst_finding(found)]
+    findings = [worst_finding(found), *choices.worst()]
     if calls:
         fused = [
             Comparison("fused form", "its own code", _fused_difference(call, facts), _FUSED_LIMIT, _name(call.form))

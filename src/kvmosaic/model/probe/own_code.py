@@ -24,10 +24,12 @@ from kvmosaic.layers.spec import LATENT_ATTRIBUTE
 from kvmosaic.model.cpu.fused import Fused, fused_form
 from kvmosaic.model.hook import OWN_NAME, attention_scope, call_of
 from kvmosaic.model.hook import current_receiver as current_observer
+from kvmosaic.model.indexer import own_choices
 from kvmosaic.model.loaded import LoadedModel
 
 AttentionObserver = Callable[[AttentionCall, Tensor], None]
-"""Takes a layer's call, and the output of the model's own function: [T, H, Dv], in float32 or wider."""
+"""Takes a layer's call, and the output of the model's own function: [T, H, Dv], in float32 or wider; for an indexer,
+the numbers [T, K] of the keys that it chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ def run_own_code(model: LoadedModel, token_ids: Sequence[int], observe: Attentio
         stack.enter_context(_own_operations(module, calls))
         stack.enter_context(_own_attention(module))
         stack.enter_context(attention_scope(observe))  # type: ignore[arg-type]
+        stack.enter_context(own_choices(module, observe))
         options = {"logits_to_keep": torch.tensor([len(token_ids) - 1], device=model.device)}
         tokens = torch.tensor([list(token_ids)], device=model.device)
         module(input_ids=tokens, use_cache=False, **options if model.keeps_rows else {})

@@ -21,6 +21,7 @@ from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.model.adapters import install_adapters, installed_adapters, remove_adapters
 from kvmosaic.model.frequencies import frequency_buffers
 from kvmosaic.model.hook import ATTENTION_NAME, LAYER_ATTRIBUTE, PROBE_NAME, attention_scope, install
+from kvmosaic.model.indexer import hook_indexers
 from kvmosaic.model.latent import expand_again, with_latents
 from kvmosaic.model.probe.adapter_layers import with_biases
 from kvmosaic.model.probe.masks import read_mask
@@ -152,6 +153,7 @@ def probe_layers(module: Any, max_positions: int | None) -> tuple[LayerSpec, ...
         expand_again(part)
         part.__dict__.pop(LAYER_ATTRIBUTE, None)
     check_rules(module)
+    hook_indexers(module)
     try:
         select_attention(module, PROBE_NAME)
         with torch.inference_mode():
@@ -253,8 +255,8 @@ def record_calls(module: Any, tokens: Sequence[int], positions: Sequence[int] | 
 
 
 def check_calls(module: Any, calls: list[AttentionCall]) -> None:
-    """Requires exactly one call per layer."""
-    indices = [call.layer_index for call in calls]
+    """Requires exactly one call per layer; indexers are layers beside these."""
+    indices = [call.layer_index for call in calls if not call.num_chosen]
     num_layers = max(int(module.config.get_text_config().num_hidden_layers), max(indices, default=-1) + 1)
     with_state = {int(part.layer_idx) for part, _ in state_modules(module)}  # type: ignore[arg-type]
     if not indices and with_state:
@@ -367,7 +369,9 @@ def _layer(call: AttentionCall, detection: Detection, mask: MaskSpec, source: in
         num_query_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
         key_dim=call.key.shape[2],
-        value_dim=call.value.shape[2],
+        value_dim=(call.key if call.num_chosen else call.value).shape[2],
+        value_in_key=bool(call.num_chosen),
+        num_chosen=call.num_chosen,
         rotation=detection.rotation,
         is_movable=detection.is_movable,
         immovable_reason=detection.reason,
