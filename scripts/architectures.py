@@ -53,6 +53,7 @@ own attention at load.
   "bias": layers that add a slope times the distance to every score (ALiBi); only torch attention computes it.
 - **mask**: tokens that a layer hides besides future ones.
 - **kept**: numbers stored per token and layer. "latent": the compressed latent and its rotary part, once for all heads.
+  "index key": what an indexer scores, which [chooses the best keys](models.md#layers-that-read-the-best-keys-only).
 
 | largest difference of a logit, over all of them | |
 | --- | --- |
@@ -84,7 +85,7 @@ A prompt or an offset beyond the model's table of positions is refused before it
 def dense_difference(model: LoadedModel) -> float:
     """Dense twin against transformers."""
     layout = dense_layout(random_prompt())
-    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers])
+    expected = eager_logits(model.module, layout, [layer.mask for layer in model.layers if not layer.num_chosen])
     return float((dense_logits(model, layout) - expected).abs().max())
 
 
@@ -136,6 +137,8 @@ def _rotation(layer: LayerSpec) -> str:
 def _kept(layer: LayerSpec) -> str:
     if not layer.is_stored:
         return f"layer {layer.source_layer}'s"
+    if layer.num_chosen:
+        return f"{layer.key_dim} (index key)"
     if layer.value_in_key:
         return f"{layer.key_dim} (latent)"
     return str(layer.num_kv_heads * (layer.key_dim + layer.value_dim))

@@ -23,9 +23,8 @@ from kvmosaic.attention.native.backend import load_library
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.model.cpu.fuse import fuse_operations
-from kvmosaic.model.cpu.fused import FusedMlp, FusedNorm, fused_form
+from kvmosaic.model.cpu.fused import FusedMlp, FusedNorm, GatePlan, RowKernels, TurnPlan, fused_form
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
-from kvmosaic.model.cpu.row_kernels import GatePlan, RowKernels, TurnPlan
 
 BFLOAT16 = torch.bfloat16
 ALL_KINDS = {"norms", "MLPs", "attention modules", "layers"}
@@ -178,7 +177,7 @@ def test_without_the_extension_nothing_is_fused(monkeypatch) -> None:
     def missing() -> None:
         raise NativeUnavailable("not built")
 
-    monkeypatch.setattr("kvmosaic.model.cpu.row_kernels.load_library", missing)
+    monkeypatch.setattr("kvmosaic.model.cpu.fused.load_library", missing)
     model = fused("llama")
     assert model.is_prepacked and not model.num_fused
 

@@ -21,7 +21,7 @@ from kvmosaic.cli import app
 from kvmosaic.container import INSTRUCTION_SETS, ISA_VARIABLE, allowed_instruction_sets
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
-from kvmosaic.model.cpu.row_kernels import RowKernels
+from kvmosaic.model.cpu.fused import RowKernels
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", ISA_VARIABLE)
 CPUINFO = Path("/proc/cpuinfo")
@@ -31,7 +31,7 @@ import torch
 from kvmosaic.attention import choose_backend
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.model import load_model
-from kvmosaic.model.cpu.row_kernels import RowKernels
+from kvmosaic.model.cpu.fused import RowKernels
 
 def refusal(**options):
     try:

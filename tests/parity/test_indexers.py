@@ -1,4 +1,4 @@
-"""Models that read the best keys only: cold == warm == one dense forward, whichever keys are chosen from which parts."""
+"""Models that read the best keys only: cold == warm == one dense forward, whatever is chosen from which parts."""
 
 from __future__ import annotations
 
@@ -114,8 +114,9 @@ def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
 
 def test_answers_that_fork_and_are_preempted_are_those_of_a_quiet_engine():
     model, params = loaded_family(ONE), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)
-    prompt = random_prompt()
-    questions = [replace(prompt, segments=(*prompt.segments[:-1], Segment(SegmentKind.QUESTION, (90 + number, 91)))) for number in range(4)]
+    first = random_prompt().segments[:-1]
+    ends = [Segment(SegmentKind.QUESTION, (90 + number, 91)) for number in range(4)]
+    questions = [Prompt((*first, end)) for end in ends]
 
     def answers(engine: Engine, *asked: Prompt) -> list[list[int]]:
         requests = engine.run([engine.add_request(question, params) for question in asked])

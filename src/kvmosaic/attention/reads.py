@@ -42,7 +42,7 @@ class Call:
 
 Reader = tuple[int, int, int, bool, int]
 """Rows of a group in a call: their number, position of the first, position of its first key, whether that follows, and
-the number of the run among those that they read."""
+the number of the run among all that they read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.segment import DocumentsOrder
 from kvmosaic.prompt.separator import read_separator
 from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
-from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
+from kvmosaic.repair.policy import MAX_POLICY_CHARACTERS
 
 _AUTO: Any = Unset("auto")
 _COMPANIONS: Any = Unset("companions")

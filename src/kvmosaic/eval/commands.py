@@ -11,7 +11,7 @@ import typer
 
 from kvmosaic.console.options import AsReport, ModelOptions, Output, Takes, grouped
 from kvmosaic.layout.strategies import strategy_names
-from kvmosaic.repair.parser import FORMS
+from kvmosaic.repair.policy import FORMS
 
 if TYPE_CHECKING:
     from kvmosaic.eval.case import Case

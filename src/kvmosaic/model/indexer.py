@@ -6,7 +6,7 @@ weight w_h for each of them, and its layer's attention reads the `index_topk` ke
     sum_h w_h relu(q_h . k)
 
 among all that it sees. Nothing in it needs two documents to be computed together: here an indexer is one more layer,
-numbered after those with attention. Its keys are cached with theirs, its queries turn to meet them where they stand,
+numbered after those with attention. Its keys are cached with theirs, its queries turn to meet them at their places,
 and the answer of the receiver is which keys were chosen.
 
 Queries, keys and weights are taken from the indexer's own code, which is run against a cache without tokens.
@@ -150,7 +150,7 @@ def _call_of(indexer: nn.Module, arguments: Any, named: dict[str, Any]) -> Atten
 
 
 def _call(indexer: nn.Module, taken: _NoTokens, dtype: torch.dtype) -> AttentionCall:
-    """An indexer's call: its weights [T, 1, H] stand in place of values.
+    """An indexer's call, with its weights [T, 1, H] in place of values.
 
     Keys are cached in the model's dtype; an indexer that norms them in float32 has them rounded to it.
     """
@@ -159,8 +159,8 @@ def _call(indexer: nn.Module, taken: _NoTokens, dtype: torch.dtype) -> Attention
     if key is None or key.dim() != 3 or not _are_queries_and_weights(sizes, key.shape[1], key.shape[2]):
         raise UnsupportedModel(
             f"{type(indexer).__name__} does not score its keys by queries of several heads and a weight for each, as "
-            f"is known here (its products have the left sides {sizes}), so which keys it chooses cannot be told when "
-            f"they come from several parts; {WAY_OUT}"
+            f"is known here (its products have the left sides {sizes}), so the keys that it chooses from several parts "
+            f"are not known; {WAY_OUT}"
         )
     query, weights = taken.factors
     return AttentionCall(

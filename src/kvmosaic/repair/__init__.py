@@ -1,7 +1,8 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
-from kvmosaic.repair.parser import DEFAULT_REPAIR, FORMS, repair_policy
 from kvmosaic.repair.policy import (
+    DEFAULT_REPAIR,
+    FORMS,
     MEASURED,
     ChunkSignals,
     Combined,
@@ -18,4 +19,5 @@ from kvmosaic.repair.policy import (
     budget_of,
     checked_choice,
     highest_scored,
+    repair_policy,
 )

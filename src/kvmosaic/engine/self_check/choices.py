@@ -1,4 +1,4 @@
-"""Chosen keys: are those that an indexer reads the best ones by dense scores, and how often do equal scores decide?
+"""Chosen keys: are they the best by dense scores, and how often do equal scores decide?
 
 Scores that differ by rounding only may change places; a worse key by more than that is a fault. Where no query of an
 indexer finds a key similar, its score is exactly 0: of such keys, the first ones are read here.

@@ -140,7 +140,7 @@ class _LayerRows:
 
 
 def _chosen_tokens(choice: Choice, seen: Tensor, rows: Sequence[int]) -> Tensor:
-    """[R, T] bool: the tokens that rows have chosen among those that they see [R, T], which are listed in order."""
+    """[R, T] bool: the tokens that rows have chosen, whose choice lists what they see [R, T] in order."""
     chosen = torch.zeros_like(seen)
     for number, row in enumerate(rows):
         group = next(group for group in choice.by_rows if row in group)

@@ -28,10 +28,11 @@ from kvmosaic.model.cpu.fused import (
     FusedLayer,
     FusedMlp,
     FusedNorm,
+    RowKernels,
+    TurnPlan,
     fused_form,
 )
 from kvmosaic.model.cpu.prepack import PackedLinear
-from kvmosaic.model.cpu.row_kernels import RowKernels, TurnPlan
 from kvmosaic.model.hook import attention_scope
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")

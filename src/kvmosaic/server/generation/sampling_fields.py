@@ -17,7 +17,7 @@ from kvmosaic.layout.strategies import strategy_names
 from kvmosaic.llm import LLM
 from kvmosaic.prompt.segment import MAX_ADAPTER_CHARACTERS, DocumentsOrder
 from kvmosaic.repair import FORMS, repair_policy
-from kvmosaic.repair.parser import MAX_POLICY_CHARACTERS
+from kvmosaic.repair.policy import MAX_POLICY_CHARACTERS
 from kvmosaic.sampling import DEFAULT_SINK_TOKENS, MAX_WINDOW_TOKENS, SamplingParams, StructuredOutputs
 from kvmosaic.server.config_fields import Choices
 from kvmosaic.web.errors import as_api_error
