@@ -15,7 +15,8 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.prompt.patterns import document_finder
+from kvmosaic.prompt.found_documents import FoundDocument
+from kvmosaic.prompt.patterns import TaggedPattern, document_finder
 from kvmosaic.prompt.text_pieces import common_length
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LostReason = Literal["system_text", "evicted", "white_space", "counter", "order", "unmarked", "other_replica"]
+LostReason = Literal[
+    "system_text", "evicted", "white_space", "counter", "order", "unmarked", "edited_history", "other_replica"
+]
 LOST_REASONS: Final[tuple[str, ...]] = get_args(LostReason)
 """Why tokens were computed that could have been cache hits: values of the metric's label `reason`."""
 _LOST: Mapping[str, LostReason] = {
@@ -52,6 +55,15 @@ _NUMBERS = re.compile(r"\d+")
 _STORED = re.compile(r" \[stored [0-9]+\]| \([0-9]+/[0-9]+\)\Z")
 """What labels of stored documents and of parts add to a name."""
 _ANY_PATTERN = document_finder(("patterns",), None)
+_TOOL_RESULTS = TaggedPattern(
+    "tool results",
+    re.compile(
+        r"<tool_response>|\[TOOL_RESULTS\]|<\|start_header_id\|>(?:ipython|tool)<\|end_header_id\|>|"
+        r"<\|im_start\|>tool\b|<\|observation\|>|<｜tool▁output▁begin｜>"
+    ),
+    re.compile(r"</tool_response>|\[/TOOL_RESULTS\]|<\|eot_id\|>|<\|im_end\|>|<\|assistant\|>|<｜tool▁output▁end｜>"),
+)
+"""How chat templates write what tools returned: enough to notice it in an ordinary prompt."""
 
 
 class _Known:
@@ -91,8 +103,8 @@ class _TenantHistory:
         self._orders = _Known(_MAX_KNOWN)
         self._questions = _Known(_MAX_KNOWN)
         self._unmarked = _Known(_MAX_KNOWN)
-        self.is_told = False
-        """Whether a reply said that documents seem to be part of the text."""
+        self._told: set[LostReason] = set()
+        """What a reply has said at once, and not only after several requests."""
 
     def note_system(self, segment: Segment) -> None:
         """Compares a system text with the one before it."""
@@ -145,19 +157,39 @@ class _TenantHistory:
             return "order"
         return None if is_known else "other_replica"
 
-    def note_unmarked(self, segment: Segment, reuse: SegmentReuse) -> tuple[int, tuple[str, ...]]:
+    def note_unmarked(self, segment: Segment, reuse: SegmentReuse) -> tuple[Counter[LostReason], tuple[str, ...]]:
         """Computed tokens of documents that this text and an earlier one hold; and what to tell with the first one."""
         text = (segment.text or "")[:_MAX_CHARACTERS]
+        lost = Counter[LostReason]()
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
-            return 0, ()
+            return lost, ()
+        told = []
         found = _ANY_PATTERN.find(text)
-        documents = [text[each.start : each.end] for each in found]
-        told: tuple[str, ...] = ()
-        if len(found) > 1 and not self.is_told:
-            self.is_told = True
-            told = (f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}",)
-        known = sum(len(document) for document in documents if self._unmarked.put(hash(document)) is not None)
-        return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens), told
+        lost["unmarked"] = self._lost_of(found, text, segment, reuse)
+        if len(found) > 1 and self._is_new("unmarked"):
+            told.append(
+                f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}"
+            )
+        if not found:
+            lost["edited_history"] = count = self._lost_of(list(_TOOL_RESULTS.find(text)), text, segment, reuse)
+            if count and self._is_new("edited_history"):
+                told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
+        return lost, tuple(told)
+
+    def _lost_of(self, found: Sequence[FoundDocument], text: str, segment: Segment, reuse: SegmentReuse) -> int:
+        """Tokens of documents that came before and are computed again, since what precedes them is not the same."""
+        place = reuse.reused_tokens / segment.num_tokens * len(text)
+        known = 0
+        for each in found:
+            is_known = self._unmarked.put(hash(text[each.start : each.end])) is not None
+            known += (each.end - each.start) * (is_known and each.start >= place)
+        return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
+
+    def _is_new(self, reason: LostReason) -> bool:
+        """Whether nothing was told at once for this reason."""
+        is_new = reason not in self._told
+        self._told.add(reason)
+        return is_new
 
     def count(self, reason: LostReason, num_tokens: int) -> None:
         """Counts what one request lost for a reason."""
@@ -170,7 +202,9 @@ class _TenantHistory:
 
     def advice(self, reason: LostReason) -> str:
         """What was lost for a reason, and what to do."""
-        what = " of documents in the text of messages" if reason == "unmarked" else ""
+        what = {"unmarked": " of documents in the text of messages", "edited_history": " of tool results"}.get(
+            reason, ""
+        )
         lost = f"{self.lost[reason]} tokens{what} computed again in {self.lost_requests[reason]} requests"
         if reason == "system_text":
             return f"{lost}: {self._system_advice()}"
@@ -198,6 +232,8 @@ _ADVICE: Mapping[str, str] = {
     "order": "documents of a conversation came in another order than in its earlier turns, which saw them at other "
     "positions; send them in the same order, or set position_strategy='shared'",
     "unmarked": "with find_documents='patterns', or in the field documents, they are computed once",
+    "edited_history": "a history was edited before them (a turn dropped, moved or summarized); with "
+    "find_documents='agents' they are computed once",
     "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
     "route a conversation to one replica",
 }
@@ -223,7 +259,7 @@ class ReuseAdvisor:
         lost: Counter[LostReason] = Counter()
         segments, told = list(reuse.segments), tuple[str, ...]()
         if prompt.is_plain:
-            lost["unmarked"], told = history.note_unmarked(prompt.segments[0], segments[0])
+            lost, told = history.note_unmarked(prompt.segments[0], segments[0])
         elif prompt.chunks:
             history.num_requests += 1
             history.note_system(prompt.segments[0])

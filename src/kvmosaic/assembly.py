@@ -24,7 +24,7 @@ from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
 from kvmosaic.model.formats import FORMATS, find_format
 from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.prompt.conversation import schemas_of
-from kvmosaic.prompt.patterns import ONLY_AUTO, read_find_documents
+from kvmosaic.prompt.patterns import always_fits, read_find_documents
 from kvmosaic.prompt.segment import has_segments
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
 from kvmosaic.tools import ToolRequest, read_tool_request
@@ -270,7 +270,7 @@ def check_movable(model: EngineModel, config: ChunkCacheConfig) -> None:
     """Raises NotMovable if the settings move documents and the model does not allow that."""
     if model.is_movable:
         return
-    if read_find_documents(config.find_documents) not in ((), ONLY_AUTO):
+    if not always_fits(read_find_documents(config.find_documents)):
         raise NotMovable(
             f"find_documents={config.find_documents!r} places documents after other text, and this model does not "
             f"allow that ({model.immovable_reason}); use find_documents='none'"

@@ -13,7 +13,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.case_measurement import score_case
 from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
 from kvmosaic.eval.text.documents import Recipe, TextSource
-from kvmosaic.layout.arrangement import alike_companions, alike_pair
+from kvmosaic.prompt.companions import alike_companions, alike_pair
 
 NAMES = tuple(TASKS)
 

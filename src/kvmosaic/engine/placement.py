@@ -25,16 +25,15 @@ from kvmosaic.layout import (
     ChunkContext,
     Layout,
     LayoutAdapter,
-    Likeness,
     RollingWindow,
     arrange,
     choose_strategy,
     exact_spans,
-    likeness_of,
     with_kin,
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
+from kvmosaic.prompt.companions import Likeness, likeness_of
 from kvmosaic.repair import FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 

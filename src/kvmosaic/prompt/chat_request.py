@@ -80,7 +80,8 @@ def with_told_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any])
 
 def _told_turn(message: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[str, Any]:
     if read["role"] == "tool":
-        return {"role": "user", "content": message.get("content") or "(no result)"}
+        call_id = message.get("tool_call_id") or ""
+        return {"role": "user", "content": message.get("content") or "(no result)", "tool_call_id": call_id}
     if not (calls := read.get("tool_calls")):
         return message
     written = [json.dumps(call["function"], ensure_ascii=False) for call in calls]

@@ -3,7 +3,7 @@
 A document that is computed right after the system text is the first one, for the model. In a prompt there are others
 before it, and models bind what they read to *which one it is in the order*: four first ones are mixed up, the more the
 more alike they are (Feng and Steinhardt, arXiv 2310.17191). So document k of a prompt is computed after k other texts,
-best documents of its own kind (`benchmarks/companions.py`).
+best documents of its own kind (`benchmarks/companions.py`). And which documents are of one kind.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from kvmosaic.errors import InvalidConfig
 
@@ -116,3 +117,70 @@ def _language(text: str) -> str:
     counts = {language: len(known & words) for language, known in _WORDS.items()}
     best = max(counts, key=counts.__getitem__)
     return best if counts[best] > max(1, 0.05 * len(words)) else ""
+
+
+TokenIds = Sequence[int]
+Companion = tuple[int, ...]
+Likeness = Literal["", "apart", "met"]
+"""Of documents: they differ; some are alike, and none has met another; or they have, as companions of their kind."""
+
+_MIN_SHARE, _MIN_PAIRS = 0.36, 8
+_COMPARED = 128
+"""Tokens that are compared, at the start and at the end of each document."""
+_NEIGHBOURS = 3
+"""How far apart in a prompt documents are compared."""
+
+
+def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
+    """The numbers of two documents that are alike, in start and end: many of their pairs of tokens are the same.
+
+    Records of one kind have 34% to 95% of these pairs in common in six languages (`kvmosaic eval --tasks similar`),
+    paragraphs of one article 0% to 32% (XQuAD), source files of one project 0% to 28%.
+    """
+    known = [_Form(ids) for ids in documents]
+    return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
+
+
+def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:
+    """The companions that are like one of the documents, or are one of them."""
+    known = [_Form(ids) for ids in documents]
+    for companion in companions:
+        form = _Form(companion)
+        if any(form.is_like(other) for other in known):
+            yield companion
+
+
+def likeness_of(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Likeness:
+    """Whether documents are alike, and have met others of their kind."""
+    pair = alike_pair(documents)
+    if pair is None:
+        return ""
+    return "met" if any(alike_companions([documents[pair[0]]], companions)) else "apart"
+
+
+def _near(documents: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
+    """Pairs of documents that are near each other and are not the same."""
+    count = len(documents)
+    for first in range(count):
+        for second in range(first + 1, min(first + 1 + _NEIGHBOURS, count)):
+            if documents[first] != documents[second]:
+                yield first, second
+
+
+class _Form:
+    """Which tokens follow one another in a document."""
+
+    def __init__(self, ids: TokenIds) -> None:
+        self._ids = ids
+        self._start = frozenset(pairwise(ids[:_COMPARED]))
+
+    def is_like(self, other: _Form) -> bool:
+        return _have_in_common(self._start, other._start) and _have_in_common(self._end, other._end)
+
+    @cached_property
+    def _end(self) -> frozenset[tuple[int, int]]:
+        return frozenset(pairwise(self._ids[-_COMPARED:]))
+
+
+def _have_in_common(one: frozenset[tuple[int, int]], other: frozenset[tuple[int, int]]) -> bool:
+    return len(one & other) >= _MIN_SHARE * max(min(len(one), len(other)), _MIN_PAIRS)

@@ -12,7 +12,7 @@ from typing import Any
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.chat_request import known_roles, other_forms, with_told_tools
 from kvmosaic.prompt.chat_template.document_placement import place_documents
-from kvmosaic.prompt.companions import paragraph_for, read_companions
+from kvmosaic.prompt.companions import NUM_COMPANIONS, paragraph_for, read_companions
 from kvmosaic.prompt.conversation import Conversation, TemplateRefusal
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.found_documents import (
@@ -21,6 +21,7 @@ from kvmosaic.prompt.found_documents import (
     Part,
     drafts_of,
     found_parts,
+    is_of_agent,
     said_before,
     split_at_documents,
     tokens_up_to,
@@ -249,7 +250,8 @@ class PromptEncoder:
             pieces = conversation.pieces()
             finder = self._finder if finder is None else finder
             if not finder.is_empty and not self._is_joining:
-                found = split_at_documents(pieces, finder, self.settings.max_prompt_chunks)
+                most = self.settings.max_prompt_chunks
+                found = split_at_documents(pieces, finder, most, conversation.messages)
                 if len(found) > 1:
                     return self._splitting()._encode_found(conversation, found, messages, rule, salt)
             return self._from_pieces([Draft(SegmentKind.PLAIN, pieces)], salt, last_answer)
@@ -305,7 +307,10 @@ class PromptEncoder:
         drafts = before + drafts
         num_tokens = rule.num_tokens if end is None else None
         prompt = self._from_pieces(drafts, salt, conversation.last_answer, num_tokens)
-        return replace(prompt, companions=self._companion_tokens(_found_text, prompt.segments))
+        companions = self._companion_tokens(_found_text, prompt.segments)
+        # what agents were given moves to the front when earlier turns are dropped, and is the same document there
+        moves_up = any(map(is_of_agent, prompt.chunks))
+        return replace(prompt, companions=companions, place=min(len(companions), NUM_COMPANIONS) * moves_up)
 
     def encode_documents(
         self,
@@ -334,7 +339,7 @@ class PromptEncoder:
             template_options: as for `encode_chat`.
         """
         read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
-        is_found = read_find_documents(find_documents or ()) not in ((), ONLY_AUTO)
+        is_found = read_find_documents(find_documents or ()) not in ((), ONLY_AUTO, ("auto", "agents"))
         if chat is None:
             chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
         if not chat:
@@ -440,7 +445,8 @@ class PromptEncoder:
             self.settings.max_chunk_tokens,
             split=self._splits,
             max_part_tokens=self._room(segments) if self._splits else MAX_POSITION,
-            max_section_tokens=self.settings.max_section_tokens if self.settings.long_chunks == "sections" else None,
+            max_section_tokens=self.settings.max_section_tokens,
+            divides_all=self.settings.long_chunks == "sections",
             max_in_order=self._free(segments) - 1,
         )
         self._check_count(parts)

@@ -6,6 +6,10 @@ r"""Documents found in text: where a message holds documents that the applicatio
 What is found becomes a chunk. Everything between is glue: computed with the request, and seeing everything before it.
 Numbers, names and tags around a document change with its place, so they are never part of the chunk.
 
+In the history of an agent, the result of a tool is a document, and so is a long block that a user has pasted. What the
+user and the model said is text between them, which sees everything before it: when a turn is dropped or moved, only
+this text is computed again.
+
 And documents that a request places in its messages, between other texts:
 
     message   [instructions, document, document, question]
@@ -22,12 +26,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvmosaic.container import check_cpu
 from kvmosaic.prompt.conversation import Conversation
 from kvmosaic.prompt.document import Document
-from kvmosaic.prompt.message import is_system
+from kvmosaic.prompt.message import is_system, is_tool_result
 from kvmosaic.prompt.segment import PLACED, Prompt, Segment, SegmentKind
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, template
 from kvmosaic.prompt.tokenizer import Encoded
@@ -91,6 +95,19 @@ MAX_FOUND_DOCUMENTS = 256
 """Maximum documents found in one prompt; later ones stay glue. Arranging them takes quadratic time: 50 ms for 256."""
 
 
+MIN_RESULT_CHARACTERS = 256
+"""Minimum length of a tool's result that is a document."""
+MIN_PASTED_CHARACTERS = 1_000
+"""Minimum length of a block in a user's message that is a document, if no pattern finds it."""
+TOOL_RESULT, PASTED = "tool result", "pasted block"
+"""Origins of documents in the history of an agent."""
+
+
+def is_of_agent(segment: Segment) -> bool:
+    """Whether a segment is a document in an agent's history: a long one is divided, so that an edit costs a part."""
+    return segment.origin in (TOOL_RESULT, PASTED)
+
+
 @dataclass(frozen=True, slots=True)
 class FoundDocument:
     """A document in a text."""
@@ -131,24 +148,41 @@ class DocumentFinder:
     """Finds what the request placed there, which counts first, whatever its length."""
     is_for_chats: bool = False
     """Whether it searches conversations only."""
+    pasted: TextSearch | None = None
+    """Finds blocks that a user has pasted. With it, results of tools are documents, too."""
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that it could find."""
-        return not self.searches and self.placed is None
+        return not self.searches and self.placed is None and self.pasted is None
 
     def only_placed(self) -> DocumentFinder:
         """The finder of what the request placed in its messages."""
-        return replace(self, searches=())
+        return replace(self, searches=(), pasted=None)
 
-    def find(self, text: str) -> list[FoundDocument]:
-        """The documents in a text, in order and without overlap; found ones without white space at their ends."""
+    def find(self, text: str, message: Mapping[str, Any] | None = None) -> list[FoundDocument]:
+        """The documents in a text, in order and without overlap; found ones without white space at their ends.
+
+        Args:
+            text: the text.
+            message: the message that it belongs to, if any.
+        """
         kept = [] if self.placed is None else list(self.placed.find(text))
         for search in self.searches:
-            found = (each.stripped(text) for each in search.find(text))
-            long_enough = [each for each in found if each.end - each.start >= MIN_FOUND_CHARACTERS]
-            kept = _merged(kept, long_enough)
+            kept = _merged(kept, _long_enough(search, text, MIN_FOUND_CHARACTERS))
+        if self.pasted is None or message is None:
+            return kept
+        if is_tool_result(message):
+            whole = FoundDocument(0, len(text), TOOL_RESULT).stripped(text)
+            return kept or [whole] * (whole.end - whole.start >= MIN_RESULT_CHARACTERS)
+        if message["role"] == "user":
+            kept = _merged(kept, _long_enough(self.pasted, text, MIN_PASTED_CHARACTERS))
         return kept
+
+
+def _long_enough(search: TextSearch, text: str, min_characters: int) -> list[FoundDocument]:
+    found = (each.stripped(text) for each in search.find(text))
+    return [each for each in found if each.end - each.start >= min_characters]
 
 
 def _merged(first: Sequence[FoundDocument], second: Sequence[FoundDocument]) -> list[FoundDocument]:
@@ -171,13 +205,19 @@ class Part:
     found: FoundDocument | None = None
 
 
-def split_at_documents(pieces: Sequence[TextPiece], finder: DocumentFinder, max_documents: int) -> list[Part]:
+def split_at_documents(
+    pieces: Sequence[TextPiece],
+    finder: DocumentFinder,
+    max_documents: int,
+    messages: Sequence[Mapping[str, Any]] = (),
+) -> list[Part]:
     """Splits a rendered prompt at the documents in its messages.
 
     Args:
         pieces: the rendered prompt; only contents of messages are searched, or, if it has no messages, all of it.
         finder: finds documents in a text.
         max_documents: further ones stay glue.
+        messages: the conversation that was rendered.
 
     Returns:
         Parts in order; a single one if nothing was found. The last part is never a document: a prompt ends with text.
@@ -187,7 +227,8 @@ def split_at_documents(pieces: Sequence[TextPiece], finder: DocumentFinder, max_
     for piece in pieces:
         check_cpu()
         place = 0
-        found = finder.find(piece.text) if left and (piece.message is not None or not has_messages) else []
+        owner = None if piece.message is None or not messages else messages[piece.message]
+        found = finder.find(piece.text, owner) if left and (piece.message is not None or not has_messages) else []
         for document in found[:left]:
             glue += _cut(piece, place, document.start)
             parts += [Part(tuple(glue))] if glue else []

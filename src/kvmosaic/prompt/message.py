@@ -55,6 +55,11 @@ def is_system(message: Mapping[str, Any]) -> bool:
     return message["role"] in ("system", "developer")
 
 
+def is_tool_result(message: Mapping[str, Any]) -> bool:
+    """Whether a message is the result of a tool, in a conversation for a template without tools as well."""
+    return message["role"] == "tool" or "tool_call_id" in message
+
+
 def _read_message(message: object, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidMessages(f'message {index} must be {{"role": ..., "content": ...}}, got {message!r:.80}')

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.prompt.found_documents import DocumentFinder, FoundDocument, TextSearch
+from kvmosaic.prompt.found_documents import PASTED, DocumentFinder, FoundDocument, TextSearch
+from kvmosaic.prompt.splits import fenced_blocks
 
 MAX_PATTERN_CHARACTERS = 1_000
 PATTERN_SECONDS = 0.1
@@ -246,9 +248,31 @@ class OwnPattern:
             ) from None
 
 
+class PastedBlocks:
+    """Files and fenced blocks that a user, or the program that writes for one, has pasted into a message."""
+
+    _FILE = TaggedPattern(
+        PASTED,
+        re.compile(
+            r"<(?:file|file_content|attachment|attached_file)"
+            r'(?: [^<>\n]{0,256}?(?:path|name|filename|id)="(?P<name>[^"<>\n]{1,1024})")?(?: [^<>\n]{0,1024})?>'
+        ),
+        re.compile(r"</(?:file|file_content|attachment|attached_file)>"),
+    )
+
+    def find(self, text: str) -> list[FoundDocument]:
+        """The documents in a text, in order; of overlapping ones the first."""
+        found = [replace(each, origin=PASTED) for each in self._FILE.find(text)]
+        found += [FoundDocument(start, end, PASTED) for start, end in zip(*fenced_blocks(text), strict=True)]
+        found.sort(key=lambda each: each.start)
+        ends = accumulate((each.end for each in found), max, initial=0)
+        return [each for each, end in zip(found, ends, strict=False) if each.start >= end]
+
+
 FindDocuments = tuple[str, ...]
-"""Ways of finding documents: "auto", "stored", "patterns", or names of patterns."""
+"""Ways of finding documents: "auto", "agents", "stored", "patterns", or names of patterns."""
 ONLY_AUTO: FindDocuments = ("auto",)
+_IN_CHATS = frozenset({"auto", "agents"})
 HINTS = (
     "<source id=", "<document", "<doc", "[CONTEXT ", "── Content:", "ontext information ", "more context below.",
     "Use the following pieces of ",
@@ -263,14 +287,14 @@ def read_find_documents(value: object) -> FindDocuments:
 
     Args:
         value: names, separated by commas or in a list: "auto" (templates that nothing else looks like), "patterns"
-            (all of `PATTERNS`), names of patterns, "stored" (stored documents are searched in the text); "" or "none":
-            documents are not searched.
+            (all of `PATTERNS`), names of patterns, "agents" (results of tools, and long blocks that a user has pasted),
+            "stored" (stored documents are searched in the text); "" or "none": documents are not searched.
 
     Raises:
         InvalidConfig: anything else.
     """
     names: Any = value.split(",") if isinstance(value, str) else value
-    known = ("auto", "patterns", "stored", *PATTERNS)
+    known = ("auto", "agents", "patterns", "stored", *PATTERNS)
     is_list = isinstance(names, list | tuple) and len(names) <= len(known)
     if is_list and all(isinstance(name, str) for name in names):
         said = tuple(dict.fromkeys(name.strip() for name in names))
@@ -284,7 +308,7 @@ def read_find_documents(value: object) -> FindDocuments:
 
 
 def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextSearch | None = None) -> DocumentFinder:
-    """The finder for what `find_documents` chooses; `auto` alone searches conversations, and no other texts.
+    """The finder for what `find_documents` chooses; `auto` and `agents` search conversations, and no other texts.
 
     Args:
         names: the choice; without any, nothing is found.
@@ -298,4 +322,10 @@ def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextS
     )
     own = (OwnPattern(own_pattern),) if own_pattern and (is_auto or are_all) else ()
     templates = (TemplatePatterns(chosen),) if chosen else ()
-    return DocumentFinder((*searches, *own, *templates), is_for_chats=names == ONLY_AUTO)
+    pasted = PastedBlocks() if "agents" in names else None
+    return DocumentFinder((*searches, *own, *templates), is_for_chats=_IN_CHATS.issuperset(names), pasted=pasted)
+
+
+def always_fits(names: FindDocuments) -> bool:
+    """Whether what these names find stays text where it cannot be a document."""
+    return _IN_CHATS.issuperset(names)

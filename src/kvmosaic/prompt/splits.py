@@ -14,7 +14,9 @@ from itertools import pairwise
 from zlib import crc32
 
 from kvmosaic.errors import ChunkTooLong
+from kvmosaic.prompt.companions import alike_pair
 from kvmosaic.prompt.document import MAX_POSITION
+from kvmosaic.prompt.found_documents import is_of_agent
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.tokenizer import Encoded
 
@@ -28,7 +30,8 @@ def fit_chunks(
     *,
     split: bool,
     max_part_tokens: int = MAX_POSITION,
-    max_section_tokens: int | None = None,
+    max_section_tokens: int = MAX_POSITION,
+    divides_all: bool = False,
     max_in_order: int = MAX_POSITION,
 ) -> tuple[Segment, ...]:
     """Makes every chunk fit into `limit` tokens.
@@ -39,7 +42,9 @@ def fit_chunks(
         limit: maximum tokens of a chunk.
         split: cut longer chunks into several (named "name (1/3)"), or raise.
         max_part_tokens: of parts of a document that does not fit as a whole.
-        max_section_tokens: divide chunks with more tokens into sections first; None: do not.
+        max_section_tokens: divide chunks with more tokens into sections first.
+        divides_all: whether all chunks are divided so, not only those of an agent. One of these stays whole if its
+            sections are alike (a log, a list of records): read apart, they may be mixed up.
         max_in_order: maximum tokens of a document whose parts fit one after the other.
 
     Raises:
@@ -52,8 +57,9 @@ def fit_chunks(
     for segment, encoded in zip(segments, encodings, strict=True):
         parts: tuple[Segment, ...] = (segment,)
         if segment.kind is SegmentKind.CHUNK:
-            most = max_section_tokens or limit
-            size = min(limit, most, limit if segment.num_tokens <= max_in_order else max_part_tokens)
+            is_in_sections = divides_all or is_of_agent(segment)
+            whole = min(limit, limit if segment.num_tokens <= max_in_order else max_part_tokens)
+            size = min(whole, max_section_tokens) if is_in_sections else whole
             if segment.num_tokens > size:
                 if not split:
                     raise ChunkTooLong(
@@ -61,7 +67,9 @@ def fit_chunks(
                         "max_chunk_tokens, shorten the document, or set long_chunks='split'",
                         document=segment.document,
                     )
-                parts = _split(segment, encoded, size, is_in_sections=max_section_tokens is not None)
+                parts = _split(segment, encoded, size, is_in_sections=is_in_sections)
+                if not divides_all and is_in_sections and alike_pair([part.token_ids or () for part in parts]):
+                    parts = _split(segment, encoded, whole, is_in_sections=False)
                 if segment.num_tokens > max_in_order:
                     parts = tuple(replace(part, document_offset=0) for part in parts)
             if sees := tuple(new for old in next(seen) for new in new_numbers[old]):
@@ -99,6 +107,8 @@ def _split(segment: Segment, encoded: Encoded, limit: int, *, is_in_sections: bo
         while end - borders[-1] > limit:
             borders.append(_border(borders[-1], limit, text or "", starts))
         borders.append(end)
+    if len(borders) == 2:
+        return (segment,)
     parts = []
     for number, (first, last) in enumerate(pairwise(borders), start=1):
         part_text = None
@@ -168,7 +178,7 @@ def section_borders(text: str, starts: Sequence[int], max_tokens: int) -> list[i
             stays longer.
     """
     headings: list[list[int]] = [[] for _ in range(_NUM_LEVELS)]
-    fenced, ends = _fenced(text)
+    fenced, ends = fenced_blocks(text)
     for found in _HEADING.finditer(text):
         block = bisect_right(fenced, found.start()) - 1
         if block < 0 or found.start() >= ends[block]:  # not a comment in a block of code
@@ -182,7 +192,7 @@ def section_borders(text: str, starts: Sequence[int], max_tokens: int) -> list[i
     return _divided(borders, chosen, max_tokens)[1:-1]
 
 
-def _fenced(text: str) -> tuple[list[int], list[int]]:
+def fenced_blocks(text: str) -> tuple[list[int], list[int]]:
     """Where the fenced blocks of code begin and end, in order; a fence without an end begins none."""
     begins, ends = list[int](), list[int]()
     opened: re.Match[str] | None = None

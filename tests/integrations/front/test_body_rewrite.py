@@ -198,6 +198,25 @@ def test_documents_in_the_text_of_a_message_are_those_of_our_own_server(where: s
     assert text is not None and len(text["kv_transfer_params"]["kvmosaic"]["chunks"]) == 2
 
 
+def test_results_of_tools_are_those_of_our_own_server() -> None:
+    services, front = own_server(CHATML, None), renderer(CHATML, find_documents="agents")
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Read both."},
+        {"role": "assistant", "content": None, "tool_calls": [call, {**call, "id": "c2"}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "The tower is forty metres high. " * 10},
+        {"role": "tool", "tool_call_id": "c2", "content": "The mill grinds oats. " * 14},
+        {"role": "user", "content": "What?"},
+    ]
+    body = DocumentFields.model_validate({"find_documents": "agents"})
+    prompt = chat_prompt(services, TENANT, body, messages, Rendering()).prompt
+    found = rewrite(front, "chat", messages=messages)
+    assert found is not None
+    said = found["kv_transfer_params"]["kvmosaic"]
+    assert said["chunks"] == [chunk.num_tokens for chunk in prompt.chunks] and len(said["chunks"]) == 2
+    assert said["place"] == prompt.place > 0
+
+
 def test_documents_that_were_only_found_change_no_request_that_does_not_go_with_them() -> None:
     front = renderer(CHATML, find_documents="patterns")
     assert rewrite(front, "completion", prompt=PASTED + "What?", echo=True) is None

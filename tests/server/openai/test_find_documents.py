@@ -147,3 +147,48 @@ def test_control_tokens_in_a_found_document_stay_text(http):
     (chunk,) = [segment for segment in reply["segments"] if segment["kind"] == "chunk"]
     alone = post(http, "/tokenize", prompt=hostile, add_special_tokens=False)
     assert len(chunk["tokens"]) <= alone["count"] + 8
+
+
+RESULT = "The tower of Fenbury is forty metres high. " * 8
+CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_results_of_tools_are_found_on_every_route_in_any_history(http):
+    asked = {"role": "user", "content": "How high is the tower?"}
+    histories = {
+        "/v1/chat/completions": {
+            "messages": [
+                {"role": "user", "content": "Read it."},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "c1", "content": RESULT},
+                asked,
+            ],
+            "tools": [TOOL],
+        },
+        "/v1/responses": {
+            "input": [
+                {"role": "user", "content": "Start."},
+                {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": RESULT},
+                asked,
+            ],
+            "tools": [{"type": "function", **TOOL["function"]}],
+        },
+        "/v1/messages": {
+            "messages": [
+                {"role": "user", "content": "Please."},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": RESULT}]},
+                {"role": "assistant", "content": "I read it."},
+                asked,
+            ],
+            "tools": [{"name": "read", "input_schema": {"type": "object", "properties": {}}}],
+        },
+    }
+    for number, (route, body) in enumerate(histories.items()):
+        tokens = {"max_output_tokens" if "responses" in route else "max_tokens": 1}
+        reply = post(http, route, **body, **tokens, model="reader", find_documents="agents", preamble="before:Tools")
+        (found,) = documents_of(reply)
+        assert "found in the text (tool result)" in found["note"], route
+        assert found["action"] == ("computed" if not number else "moved"), route

@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
-from kvmosaic.layout import ChunkContext, Layout, arrange, likeness_of, with_kin
+from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.prompt.companions import NUM_COMPANIONS
+from kvmosaic.prompt.companions import NUM_COMPANIONS, likeness_of
 from kvmosaic.prompt.settings import check_token_ids
 from kvmosaic.repair import FirstTokens, NameFinder, Names, NoRepair, repair_policy
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import FIELD, Repair
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks, repaired_runs
-from kvmosaic.layout import MIXED_UP, Layout, Span, composition_of, likeness_of
+from kvmosaic.layout import MIXED_UP, Layout, Span, composition_of
+from kvmosaic.prompt.companions import likeness_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 

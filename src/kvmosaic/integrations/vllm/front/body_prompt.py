@@ -81,7 +81,7 @@ class Renderer:
         given, separator = body.get("prompt"), self._settings.chunk_separator
         texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         if not documents and not any(_is_split(text, separator) for text in texts):
-            if not finder.searches or [*map(type, texts)] != [str]:
+            if finder.is_empty or [*map(type, texts)] != [str]:
                 return None
             with suppress(KVMosaicError):  # which vLLM reports best
                 return _with_chunks(encoder.encode(texts[0], preamble=fields.preamble, finder=finder))
@@ -128,7 +128,7 @@ class Renderer:
                 return None  # images, audio and the like, which vLLM may support
             raise
         own = (*documents, *separated, *marked)
-        if not own and not finder.searches:
+        if not own and finder.is_empty:
             return None
         try:
             options = self._options(body, effort) | {"preamble": fields.preamble, "finder": finder}

@@ -9,7 +9,8 @@ from typing import Any
 from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
-from kvmosaic.layout import IN_FULL, Layout, likeness_of
+from kvmosaic.layout import IN_FULL, Layout
+from kvmosaic.prompt.companions import likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
