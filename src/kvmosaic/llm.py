@@ -322,7 +322,7 @@ class LLM:
                 three documents of the same kind that the prompt does not contain.
             documents_order: "any" lets the cache choose which documents come first, so that the fewest tokens are
                 computed; instead of the configured one.
-            find_documents: "auto", "patterns", "none" or names of patterns: documents in the text of messages, instead
+            find_documents: "auto", "agents", "patterns", "none" or names of patterns: documents in messages, instead
                 of the configured ones.
             adapter: name of the adapter that computes them; "": the base model; None: the default, see `LLM`.
             progress: called after every finished conversation.

@@ -162,8 +162,8 @@ class DocumentFields(Body):
     find_documents: Annotated[
         FindDocumentsField,
         Field(
-            description="Finds documents in the text of messages, if the request has none of its own: auto, patterns "
-            "(or names of patterns), stored, none. Default: the server's setting.",
+            description="Finds documents in the text of messages, if the request has none of its own: auto, agents, "
+            "patterns (or names of patterns), stored, none. Default: the server's setting.",
             examples=["patterns,stored"],
         ),
     ] = None

@@ -112,8 +112,9 @@ class ChunkCacheConfig:
         check=read_find_documents,
         max_length=256,
         metavar="NAMES",
-        help="Documents pasted into a message: auto (by the templates of well-known applications), patterns (lists and "
-        "paragraphs, too; or some by name), stored (stored documents, by their text), several with commas, or none.",
+        help="Documents in messages: auto (by the templates of well-known applications), agents (what tools returned, "
+        "and long pasted blocks), patterns (lists and paragraphs, too; or some by name), stored (stored documents, by "
+        "their text), several with commas, or none.",
     )
     document_pattern: str | None = _cache(
         None,
