@@ -5,8 +5,8 @@
     python examples/agent/agent.py src/kvmosaic/cache "What evicts a chunk?"
 
 The agent drops its oldest results when the history gets long, as coding agents do. With `find_documents="agents"` the
-server keeps what the tools returned, wherever it stands in the next request; with prefix caching alone (--plain),
-everything behind the first change is computed again.
+server keeps what the tools returned, wherever it is in the next request; with prefix caching alone (--plain),
+everything after the first change is computed again.
 """
 
 from __future__ import annotations

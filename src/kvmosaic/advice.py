@@ -186,7 +186,7 @@ class _TenantHistory:
         return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
 
     def _is_new(self, reason: LostReason) -> bool:
-        """Whether nothing was told at once for this reason."""
+        """Whether no reply has said this at once before."""
         is_new = reason not in self._told
         self._told.add(reason)
         return is_new
