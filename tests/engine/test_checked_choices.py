@@ -60,7 +60,7 @@ def the_last_of_equal_ones(scores, count):
 step_best_keys = step.best_keys
 
 
-@pytest.mark.parametrize("fault", ["weights", "sign"])
+@pytest.mark.parametrize("fault", ["weights", pytest.param("sign", marks=pytest.mark.slow)])
 def test_wrong_scores_are_found(monkeypatch, fault):
     monkeypatch.setattr(step, "_index_scores", plain(step._index_scores, fault=fault))
     assert "chosen keys" in run_self_check(load()).reason

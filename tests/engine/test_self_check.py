@@ -21,8 +21,19 @@ from kvmosaic.model.cpu.fused import FusedMlp
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "cohere2", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=pytest.mark.slow if is_slow and family != "llama" else ())
+        for family in ("llama", "gemma3", "gpt_oss", "deepseek_v3", "cohere2", "gpt2", "mixtral")
+        for dtype, is_slow in (
+            (torch.float64, True),
+            (torch.float32, family in ("cohere2", "gpt2")),
+            (torch.bfloat16, False),
+            (torch.float16, True),
+        )
+    ],
+)
 def test_sound_models_pass(family, dtype):
     result = run_self_check(LoadedModel.from_module(build(family, dtype)))
     assert result.passed and result.reason == ""

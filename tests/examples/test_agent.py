@@ -51,6 +51,7 @@ def test_the_agent_computes_less_with_documents_than_with_prefixes_alone(tmp_pat
     assert computed[False] < 0.7 * computed[True]
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_was_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,10 +32,6 @@ ONE = "glm_moe_dsa"
 """Half of its layers read what the layer before has chosen."""
 
 
-def each(names: list[str]) -> list[object]:
-    return [name if name == ONE else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -1.0, -torch.inf]), min_size=7, max_size=7), min_size=1))
 def test_of_equal_keys_the_first_are_chosen_and_hidden_ones_never(rows):
     scores = torch.tensor(rows)
@@ -53,12 +49,13 @@ def test_random_prompts_equal_the_dense_forward_cold_and_warm(family, prompt, **
     check_cold_and_warm(loaded_family(family), prompt, **run)
 
 
-@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+@pytest.mark.parametrize("strategy", ["sequential", pytest.param("shared", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block_size", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_prompt_in_small_steps_equals_the_dense_forward_cold_and_warm(strategy, block_size):
     check_cold_and_warm(loaded_family(ONE), random_prompt(1), strategy, "none", block_size, 7, True)
 
 
+@pytest.mark.slow
 def test_equal_scores_are_chosen_by_position_in_any_parts():
     model = LoadedModel.from_module(build(ONE, index_n_heads=1))  # half of all scores are 0
     for budget in (5, 256):
@@ -93,7 +90,8 @@ def test_a_prompt_of_fewer_tokens_than_are_chosen_reads_all_of_them_by_plain_att
     assert not any(call.chosen.masks for call in calls if not call.num_chosen)
 
 
-@pytest.mark.parametrize("family", each(INDEXED))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", INDEXED)
 def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
     model = loaded_family(family)
     generator = torch.Generator().manual_seed(3)
@@ -112,6 +110,7 @@ def test_plain_prompts_give_the_tokens_of_transformers_generate(family):
         assert [token_ids(request) for request in engine.run(requests)] == expected, "together, in parts, cached"
 
 
+@pytest.mark.slow
 def test_answers_that_fork_and_are_preempted_are_those_of_a_quiet_engine():
     model, params = loaded_family(ONE), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)
     first = random_prompt().segments[:-1]
@@ -166,7 +165,7 @@ def test_a_repair_that_weighs_attention_is_refused(repair):
         build_engine(loaded_family(ONE)).add_request(random_prompt(), replace(GREEDY, repair=repair))
 
 
-@pytest.mark.parametrize("strategy", ["shared", "sequential"])
+@pytest.mark.parametrize("strategy", ["shared", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_first_tokens_computed_again_equal_the_dense_forward(strategy):
     engine = build_engine(loaded_family(ONE), position_strategy=strategy)
     for _ in range(2):

@@ -74,8 +74,14 @@ def test_scores_equal_the_dense_forward_in_float64(
         )
 
 
-@pytest.mark.parametrize("repair", POLICIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "repair"),
+    [
+        pytest.param(family, repair, marks=pytest.mark.slow if number and place else ())
+        for number, family in enumerate(FAMILIES)
+        for place, repair in enumerate(POLICIES)
+    ],
+)
 def test_scores_equal_those_of_forced_tokens_one_by_one(family, repair):
     prompt = Prompt.from_tokens([3, 4, 5], [list(range(20, 33)), list(range(40, 49)), list(range(60, 75))], [90, 91])
     continuation = [7, 60, 61, 8, 95, 3]

@@ -65,6 +65,7 @@ def test_found_blocks_are_in_order_and_apart(text):
         ends = each.end
 
 
+@pytest.mark.slow
 def test_a_text_that_opens_blocks_without_end_is_searched_in_linear_time():
     allowed = 0.2 * slowness()
     for piece in ('<file path="', "<file ", "```\n", "<file>", "</file>\n"):

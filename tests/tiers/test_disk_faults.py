@@ -158,7 +158,10 @@ def test_each_call_does_its_work_and_fails_all_the_same(folder: Path, quota: int
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EMFILE])
+SELDOM = [pytest.param(number, marks=pytest.mark.slow) for number in (errno.EACCES, errno.EROFS, errno.EMFILE)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, *SELDOM])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kind_of_call_fails_from_now_on(folder: Path, name: str, number: int) -> None:
     for start in (0, 40, 80, 160):
