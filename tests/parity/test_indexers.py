@@ -19,7 +19,7 @@ from kvmosaic.config import TierConfig
 from kvmosaic.engine import Engine
 from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
-from kvmosaic.errors import InvalidRepair
+from kvmosaic.errors import InvalidRepair, NotMovable
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
@@ -163,6 +163,11 @@ def test_index_keys_come_back_from_sleep_and_from_a_tier():
 def test_a_repair_that_weighs_attention_is_refused(repair):
     with pytest.raises(InvalidRepair, match="reads the best keys only, which it chooses before"):
         build_engine(loaded_family(ONE)).add_request(random_prompt(), replace(GREEDY, repair=repair))
+
+
+def test_a_rolling_window_is_refused():
+    with pytest.raises(NotMovable, match="this model chooses the keys that it reads"):
+        build_engine(loaded_family(ONE)).add_request(random_prompt(), replace(GREEDY, sink_tokens=2, window_tokens=8))
 
 
 @pytest.mark.parametrize("strategy", ["shared", pytest.param("sequential", marks=pytest.mark.slow)])

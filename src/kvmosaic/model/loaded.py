@@ -165,9 +165,8 @@ class LoadedModel:
     @property
     def no_scores_reason(self) -> str:
         """Why attention cannot be measured or weighed for a repair; empty when it can."""
-        if not self.has_indexers:
-            return ""
-        return "this model reads the best keys only, which it chooses before attention is weighed"
+        why = "this model reads the best keys only, which it chooses before attention is weighed"
+        return why if self.has_indexers else ""
 
     @property
     def has_indexers(self) -> bool:
@@ -193,11 +192,10 @@ class LoadedModel:
         """Why a text cannot have a rolling window, which moves its tokens; empty when it can."""
         if self.state_layers:
             return f"{self._state_text}, from which single tokens cannot be taken away again"
-        if not self.is_movable:
+        if self.has_indexers:
+            return "this model chooses the keys that it reads, and a rolling window is only for models that read all"
+        if not self.is_movable or (chunked := self._chunked_layer) is None:
             return self.immovable_reason
-        chunked = self._chunked_layer
-        if chunked is None:
-            return ""
         return (
             f"layer {chunked.index} of this model attends in parts of {chunked.mask.size} tokens "
             "that begin at fixed places"
