@@ -11,6 +11,7 @@ from support.families import FAMILIES, build
 from kvmosaic.attention import step
 from kvmosaic.engine.self_check.whole import run_self_check
 from kvmosaic.model import LoadedModel
+from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 from kvmosaic.rope import rotate
 
 INDEXED = [name for name, family in FAMILIES.items() if "index_topk" in family.settings and not family.is_refused]
@@ -36,6 +37,15 @@ def test_sound_models_pass_and_keep_their_number_of_keys(family, dtype):
     assert "chosen keys" in {finding.subject for finding in result.findings}
     assert {part.index_topk for part in model.module.modules() if hasattr(part, "index_topk")} == {2048}
     assert result.note == ""
+
+
+@pytest.mark.skipif(not cpu_has_bfloat16(), reason="needs a processor with bfloat16")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", INDEXED)
+def test_models_with_packed_and_fused_layers_pass(family):
+    model = LoadedModel.from_module(build(family, torch.bfloat16), prepack=True)
+    result = run_self_check(model)
+    assert result.passed, result.reason
 
 
 def plain(scores_of, **changes):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -135,7 +136,11 @@ def check_layers(model: LoadedModel, tokens: Sequence[int], choices: Choices | N
 
 def _fused_difference(call: FusedCall, attention: DenseAttention) -> float:
     """Mean difference of a fused form from its module's own code, in means of what the module adds to its input."""
-    with torch.inference_mode(), attention_scope(attention):
+
+    def attend(call: AttentionCall) -> Tensor:  # to all keys, as the module's own code did
+        return attention(call if call.num_chosen else replace(call, chosen=None))
+
+    with torch.inference_mode(), attention_scope(attend):
         result = call.form.forward(*call.arguments, **call.named)
     ours, theirs = (result[0] if isinstance(result, tuple) else result).double(), call.output.double()
     added = theirs - call.arguments[0].double() if call.form.kind == "layers" else theirs
