@@ -72,7 +72,7 @@ def test_variable_holds_several_values_between_commas(monkeypatch: pytest.Monkey
     ("flags", "said"),
     [
         ({"port": "99999"}, "--port is '99999'; it must be at most 65535"),
-        ({"find_documents": "all"}, "--find-documents is 'all'; choose 'none', or some of auto, patterns, stored"),
+        ({"find_documents": "all"}, "--find-documents is 'all'; choose 'none', or some of auto, agents, patterns"),
         ({"preamble": "Today"}, "--preamble is 'Today'; choose 'auto', 'all'"),
         ({"otlp_traces_endpoint": "localhost:4317"}, "--otlp-traces-endpoint is 'localhost:4317'; it must be the URL"),
         ({"port": "http"}, "--port is 'http'; it must be a whole number"),

@@ -85,13 +85,17 @@ class DenseAttention:
         return torch.einsum("hqk,khd->qhd", weights, value)
 
     def index_scores(
-        self, call: AttentionCall, query: Tensor, key: Tensor, weights: Tensor, rows: Sequence[int] | None = None
+        self,
+        call: AttentionCall,
+        query: Float[Tensor, "R H D"],
+        key: Float[Tensor, "T 1 D"],
+        weights: Float[Tensor, "R 1 H"],
+        rows: Sequence[int] | None = None,
     ) -> Float[Tensor, "R T"]:
-        """Scores of an indexer, for queries [R, H, D], keys [T, 1, D] and weights [R, 1, H]; -inf where not seen."""
+        """Scores of an indexer for all or some rows (see `attend`); -inf where a key is not seen."""
         layer, chosen = self._layers[call.layer_index], slice(None) if rows is None else torch.tensor(rows)
-        query, key, weights = (
-            part.to(torch.promote_types(part.dtype, torch.float32)) for part in (query, key, weights)
-        )
+        precision = torch.promote_types(query.dtype, torch.float32)
+        query, key, weights = (part.to(precision) for part in (query, key, weights))
         scores = self._scores(layer, query, key.expand(-1, query.shape[1], -1), self._distances[chosen]).clamp_min(0)
         summed = (scores * weights[:, 0].T[:, :, None]).sum(0)
         return summed.masked_fill(~self._mask[chosen].to(summed.device), -torch.inf)
