@@ -116,3 +116,11 @@ def test_a_long_result_is_divided_so_that_an_edit_changes_one_part():
         texts.append([chunk.text for chunk in parts.encode_chat(messages).chunks])
     assert len(texts[0]) == len(texts[1]) > 3
     assert sum(one != other for one, other in zip(*texts, strict=True)) == 1
+
+
+def test_the_order_of_names_makes_no_difference_to_what_is_warmed():
+    warmed = [
+        encoder().encode_documents([{"text": SOURCE, "title": "a.py"}], find_documents=names).chunks
+        for names in ("auto", "auto,agents", "agents,auto", "agents")
+    ]
+    assert warmed[0] == warmed[1] == warmed[2] != warmed[3]

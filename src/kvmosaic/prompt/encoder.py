@@ -28,7 +28,7 @@ from kvmosaic.prompt.found_documents import (
     with_documents,
 )
 from kvmosaic.prompt.message import read_messages
-from kvmosaic.prompt.patterns import ONLY_AUTO, document_finder, read_find_documents
+from kvmosaic.prompt.patterns import always_fits, document_finder, read_find_documents
 from kvmosaic.prompt.preamble import (
     PreambleRule,
     placed,
@@ -250,8 +250,7 @@ class PromptEncoder:
             pieces = conversation.pieces()
             finder = self._finder if finder is None else finder
             if not finder.is_empty and not self._is_joining:
-                most = self.settings.max_prompt_chunks
-                found = split_at_documents(pieces, finder, most, conversation.messages)
+                found = split_at_documents(pieces, finder, self.settings.max_prompt_chunks, conversation.messages)
                 if len(found) > 1:
                     return self._splitting()._encode_found(conversation, found, messages, rule, salt)
             return self._from_pieces([Draft(SegmentKind.PLAIN, pieces)], salt, last_answer)
@@ -339,7 +338,8 @@ class PromptEncoder:
             template_options: as for `encode_chat`.
         """
         read: tuple[Document, ...] = read_documents(documents, self.settings.max_prompt_chunks)
-        is_found = read_find_documents(find_documents or ()) not in ((), ONLY_AUTO, ("auto", "agents"))
+        names = read_find_documents(find_documents or ())
+        is_found = bool(names) and not ("auto" in names and always_fits(names))
         if chat is None:
             chat = bool(template_options.get("chat_template") or getattr(self.tokenizer, "chat_template", None))
         if not chat:

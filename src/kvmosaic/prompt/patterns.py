@@ -323,7 +323,7 @@ def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextS
     own = (OwnPattern(own_pattern),) if own_pattern and (is_auto or are_all) else ()
     templates = (TemplatePatterns(chosen),) if chosen else ()
     pasted = PastedBlocks() if "agents" in names else None
-    return DocumentFinder((*searches, *own, *templates), is_for_chats=_IN_CHATS.issuperset(names), pasted=pasted)
+    return DocumentFinder((*searches, *own, *templates), is_for_chats=always_fits(names), pasted=pasted)
 
 
 def always_fits(names: FindDocuments) -> bool:
