@@ -273,9 +273,8 @@ def case(sources: dict[str, str], chance: Random) -> tuple[list[Turn], dict[str,
             planted.append(f'DEFAULT_POOL = "{words[0]}"')
         if number == 4:
             planted.append(f"POOL_SIZES = {sizes}")
-        text = sources[name]
-        lines = text[: text.find("\n\n", 900)].splitlines()
-        defined = DEFINED.search(text[: text.find("\n\n", 900)])
+        text = sources[name][: sources[name].find("\n\n", 900)]
+        lines, defined = text.splitlines(), DEFINED.search(text)
         places = [place for place, line in enumerate(lines) if not line.strip()] or [0]
         for line in planted:
             lines.insert(chance.choice(places), line)

@@ -116,25 +116,21 @@ class Choice:
 
 
 def _index_scores(
-    plan: ReadPlan,
-    parts: Sequence[tuple[int, int]],
-    keys: Sequence[Tensor],
-    query: Tensor,
-    weights: Tensor,
-    rows: range,
+    plan: ReadPlan, runs: Sequence[tuple[int, int]], keys: Sequence[Tensor], query: Tensor, weights: Tensor, rows: range
 ) -> Float[Tensor, "n S"]:
     """Scores of an indexer for some rows of a group over all keys of its runs; -inf where a key is not seen."""
     precision = torch.promote_types(query.dtype, torch.float32)
     found = []
-    for (number, first), key in zip(parts, keys, strict=True):
+    for (number, first), key in zip(runs, keys, strict=True):
         call, stacked = plan.calls[number], slice(first + rows.start, first + rows.stop)
         scores = torch.relu(torch.einsum("rhd,sd->rhs", query[stacked].to(precision), key.to(precision)))
         scores = torch.einsum("rh,rhs->rs", weights[stacked].to(precision), scores)
         if call.mask is not None:
             scores = scores.masked_fill(~call.mask[stacked.start - call.first : stacked.stop - call.first], -torch.inf)
         elif call.causal:
-            later = torch.ones(call.num_tokens, call.num_tokens, dtype=torch.bool, device=key.device).triu_(1)
-            scores = scores.masked_fill(later[rows.start : rows.stop], -torch.inf)
+            own = torch.arange(rows.start, rows.stop, device=key.device)
+            later = torch.arange(call.num_tokens, device=key.device)[None, :] > own[:, None]
+            scores = scores.masked_fill(later, -torch.inf)
         found.append(scores)
     return torch.cat(found, dim=1)
 
@@ -198,6 +194,7 @@ class StepAttention:
         self._readers = {mask: reads.reader for mask, reads in ready.items() if reads.reader is not None}
         self._tables = {(mask, turn): tables for mask, reads in ready.items() for turn, tables in reads.tables.items()}
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
+        self._by_group: dict[MaskSpec, dict[range, list[tuple[int, int]]]] = {}
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
         """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]; for an indexer, a `Choice`."""
@@ -208,7 +205,7 @@ class StepAttention:
         plan = self._plan(layer.mask, call.query.device)
         tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
         if call.num_chosen:
-            return self._choose(call, plan, tables)  # type: ignore[return-value]
+            return self._choose(call, layer, plan, tables)  # type: ignore[return-value]
         result = None
         reads_all = call.chosen is None or not call.chosen.masks
         if self._layer_backend is not None and layer.bias is None and plan.weights is None and reads_all:
@@ -229,9 +226,9 @@ class StepAttention:
             assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
             storage.write(call.layer_index, write.slots, call.key[write.rows], call.value[write.rows])
 
-    def _choose(self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None) -> Choice:
+    def _choose(self, call: AttentionCall, layer: LayerSpec, plan: ReadPlan, tables: RotationTables | None) -> Choice:
         """The keys that the next attention reads."""
-        groups = plan.by_group()
+        groups = self._by_group.get(layer.mask) or self._by_group.setdefault(layer.mask, plan.by_group())
         counts = [sum(plan.calls[number].num_tokens for number, _ in parts) for parts in groups.values()]
         if max(counts) <= call.num_chosen:
             return Choice({}, ())
@@ -241,7 +238,7 @@ class StepAttention:
         chosen: dict[range, Tensor] = {}
         masks: list[list[Tensor]] = [[] for _ in plan.calls]
         for rows, parts in groups.items():
-            keys = [self._key_run(call, plan.calls[number])[:, 0] for number, _ in parts]
+            keys = [self._run(call, plan.calls[number])[0][:, 0] for number, _ in parts]
             num_keys = sum(len(key) for key in keys)
             count = max(1, _MAX_SCORES // (query.shape[1] * num_keys))
             chosen[rows] = torch.cat(
@@ -256,11 +253,12 @@ class StepAttention:
                 masks[number].append(mask)
         return Choice(chosen, tuple(torch.cat(parts) for parts in masks))
 
-    def _key_run(self, call: AttentionCall, part: Call) -> Tensor:
-        """[S, G, D], the keys of a call of a plan."""
+    def _run(self, call: AttentionCall, part: Call) -> tuple[Tensor, Tensor]:
+        """Keys [S, G, D] and values [S, G, Dv] of a call of a plan."""
         if part.pool is None:
-            return call.key[part.first_slot : part.first_slot + part.num_tokens]
-        return self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)[0]
+            rows = slice(part.first_slot, part.first_slot + part.num_tokens)
+            return call.key[rows], call.value[rows]
+        return self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)
 
     def _attend_all(
         self, call: AttentionCall, plan: ReadPlan, tables: RotationTables | None, biases: list[tuple[Tensor, Tensor]]
@@ -291,11 +289,7 @@ class StepAttention:
     def _attend(
         self, call: AttentionCall, query: Tensor, part: Call, bias: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        if part.pool is None:
-            rows = slice(part.first_slot, part.first_slot + part.num_tokens)
-            key, value = call.key[rows], call.value[rows]
-        else:
-            key, value = self._storages[part.pool].run(call.layer_index, part.first_slot, part.num_tokens)
+        key, value = self._run(call, part)
         if bias is None:
             return self._backend.attend(
                 query, key, value, scaling=call.scaling, causal=part.causal, mask=part.mask, softcap=call.softcap

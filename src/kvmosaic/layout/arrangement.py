@@ -1,4 +1,4 @@
-"""Arrangement of segments: a position and views for each of them, also in words; and documents that are alike."""
+"""Arrangement of segments: a position and views for each of them, also in words."""
 
 from __future__ import annotations
 

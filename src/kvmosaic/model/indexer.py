@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,14 @@ def indexers(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 def _updates_a_cache(module: nn.Module) -> bool:
     code = inspect.unwrap(type(module).forward)
-    return "past_key_values" in inspect.signature(code).parameters and "update_indexer" in code.__code__.co_names
+    return (
+        "past_key_values" in _signature(type(module).forward).parameters and "update_indexer" in code.__code__.co_names
+    )
+
+
+@cache
+def _signature(code: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(code)
 
 
 def hook_indexers(module: nn.Module) -> None:
@@ -140,13 +148,13 @@ def own_choices(module: nn.Module, observe: Callable[[AttentionCall, Tensor], No
 
 
 def _call_of(indexer: nn.Module, arguments: Any, named: dict[str, Any]) -> AttentionCall:
-    given = inspect.signature(type(indexer).forward).bind(indexer, *arguments, **named)
-    cache = given.arguments["past_key_values"] = _NoTokens()
+    given = _signature(type(indexer).forward).bind(indexer, *arguments, **named)
+    taken = given.arguments["past_key_values"] = _NoTokens()
     if isinstance(mask := given.arguments.get("attention_mask"), Tensor):
         given.arguments["attention_mask"] = mask[..., :0]
-    with cache:
+    with taken:
         type(indexer).forward(*given.args, **given.kwargs)
-    return _call(indexer, cache, given.arguments["hidden_states"].dtype)
+    return _call(indexer, taken, given.arguments["hidden_states"].dtype)
 
 
 def _call(indexer: nn.Module, taken: _NoTokens, dtype: torch.dtype) -> AttentionCall:

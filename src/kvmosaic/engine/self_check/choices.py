@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.engine.self_check import Comparison, worst_finding
 from kvmosaic.layers import AttentionCall
 
@@ -30,12 +31,7 @@ class Choices:
         self._num_tied = 0
 
     def compare(
-        self,
-        call: AttentionCall,
-        scores: Float[Tensor, "R T"],
-        chosen: Bool[Tensor, "R T"],
-        *,
-        is_ours: bool,
+        self, call: AttentionCall, scores: Float[Tensor, "R T"], chosen: Bool[Tensor, "R T"], *, is_ours: bool
     ) -> None:
         """Compares the keys that rows have chosen; our own choice must hold the first of equal ones."""
         seen = scores.isfinite()
@@ -51,8 +47,7 @@ class Choices:
         decides = is_free & (tied.sum(dim=1) > room)
         if is_ours:
             none_similar = decides & (best[:, 0] == 0)
-            first = tied & (tied.cumsum(dim=1) <= room[:, None])
-            is_wrong |= none_similar & ((chosen & tied) != first).any(dim=1)
+            is_wrong |= none_similar & ((chosen ^ DenseAttention.choose(scores, call.num_chosen)) & tied).any(dim=1)
         self._num_rows += int(is_free.sum())
         self._num_tied += int(decides.sum())
         difference = math.inf if bool(is_wrong.any()) else float(worse.max())
