@@ -163,3 +163,17 @@ def test_an_edited_history_that_cost_results_is_told_and_one_that_grows_is_not()
         assert "tokens of tool results were computed again: a history was edited before them" in report.advice[0]
         assert "find_documents='agents'" in report.advice[0]
         assert llm.engine.advisor.lost["edited_history"] >= 500
+
+
+def test_results_of_an_agent_that_calls_a_tool_outlive_newer_documents() -> None:
+    """One whose answer was cut is not waited for."""
+    llm = make(chunk_cache_size="1536KiB")
+    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+    ends = SamplingParams(temperature=0, max_tokens=1, stop_token_ids=range(len(make_tokenizer(CHATML))))
+    for number, params, finish in ((0, ends, "stop"), (1, PARAMS, "length")):
+        (output,) = llm.chat(history(TURNS[number]), params, tools=tools)
+        assert output.outputs[0].finish_reason == finish
+    for seed in range(1, 4):
+        llm.chat([ASKED], ends, documents=[result(number, seed) for number in range(3)])
+    reports = [asked(llm, history(TURNS[number]), tools=tools)[0] for number in range(2)]
+    assert [reused_share(report) for report in reports] == [1, 0]

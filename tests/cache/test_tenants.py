@@ -3,6 +3,7 @@
 import pytest
 from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, state_of, warmed
 
+from kvmosaic.cache.chunk_index import SPARED_SECONDS
 from kvmosaic.cache.tenants import MAX_PINNED_NAMES
 from kvmosaic.errors import ChunkInUse, InvalidPrompt, QuotaExceeded, UnknownChunk
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
@@ -189,6 +190,37 @@ def test_kept_names_fill_half_of_the_room_so_that_others_can_still_be_cached():
         clock.wait(1)
         warmed(kv_cache, one(system=[number]), tenant="t")
     assert [chunk.pinned for chunk in kv_cache.find_chunks("a", tenant="t")] == [True, False]
+    kv_cache.check_invariants()
+
+
+def test_documents_of_a_conversation_that_goes_on_outlive_newer_ones_for_a_while():
+    for wait, survives in ((SPARED_SECONDS - 5, True), (SPARED_SECONDS + 5, False)):
+        clock = Clock()
+        kv_cache = make_kv_cache(chunk_blocks=8, clock=clock)
+        warmed(kv_cache, one(names=["result"]), goes_on=True)
+        clock.wait(wait)
+        for number in range(4):
+            clock.wait(1)
+            warmed(kv_cache, one(names=["new"], system=[number]))
+        names = [chunk.names for chunk in kv_cache.chunks()]
+        assert (("result",) in names) is survives, names
+        kv_cache.check_invariants()
+
+
+def test_what_waits_is_half_of_a_tenants_room_and_never_refuses_others():
+    clock = Clock()
+    kv_cache = make_kv_cache(chunk_blocks=8, clock=clock)
+    for number in range(6):
+        clock.wait(1)
+        warmed(kv_cache, one(names=["waits"], system=[number]), goes_on=True)
+    assert [bool(chunk.spared_until) for chunk in kv_cache.chunks()] == [True, True, False, False]
+    warmed(kv_cache, one(names=["waits"], system=[0]), goes_on=True)  # the next turn of the first one
+    kv_cache.check_invariants()
+    for number in range(6, 12):
+        clock.wait(1)
+        warmed(kv_cache, one(names=["other"], system=[number]))
+    assert [chunk.names[0] for chunk in kv_cache.chunks()] == ["waits", "waits", "other", "other"]
+    kv_cache.delete("waits")
     kv_cache.check_invariants()
 
 

@@ -96,11 +96,11 @@ def compute_all(kv_cache: KVCache, allocation: Allocation) -> None:
     kv_cache.end_step()
 
 
-def warmed(kv_cache: KVCache, layout: Layout, salt: str = "", tenant: str = "") -> None:
+def warmed(kv_cache: KVCache, layout: Layout, salt: str = "", tenant: str = "", *, goes_on: bool = False) -> None:
     """Runs a prompt from beginning to end, so that what can be cached is cached."""
     allocation = kv_cache.allocate(kv_cache.plan(layout, salt, tenant))
     compute_all(kv_cache, allocation)
-    kv_cache.release(allocation)
+    kv_cache.release(allocation, goes_on=goes_on)
 
 
 def state_of(kv_cache: KVCache) -> object:

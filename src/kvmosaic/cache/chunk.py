@@ -73,6 +73,8 @@ class Chunk:
     """Computed tokens, kept ones and those of the step being assembled included."""
     pinned: bool = False
     priority: float = 0.5
+    spared_until: float = 0.0
+    """Until then, on the KV cache's clock, it counts as just used: a conversation that used it waits for a tool."""
     ref_count: int = 0
     """Allocations that hold it."""
     hits: int = 0

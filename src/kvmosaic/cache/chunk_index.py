@@ -20,6 +20,10 @@ MAX_EVICTED = 2**14
 
 _MAX_PINNED_SHARE = 0.5
 """Share of a tenant's blocks for pins of pinned names: each system prompt makes another chunk of a document."""
+SPARED_SECONDS = 300.0
+"""How long documents of a conversation that waits for a tool count as just used."""
+_MAX_SPARED_SHARE = 0.5
+"""Share of a tenant's blocks for them."""
 
 
 class ChunkIndex:
@@ -240,9 +244,15 @@ class ChunkIndex:
         chunk.ref_count += 1
         chunk.last_used = self._clock()
 
-    def release(self, chunk: Chunk) -> None:
-        """Removes a reference to the chunk and its blocks; the last one of a deleted or abandoned chunk frees it."""
+    def release(self, chunk: Chunk, *, goes_on: bool = False) -> None:
+        """Removes a reference to the chunk and its blocks; the last one of a deleted or abandoned chunk frees it.
+
+        If its conversation goes on, it counts as just used for `SPARED_SECONDS`, unless too many of its tenant do.
+        """
         assert chunk.ref_count > 0
+        if goes_on and not chunk.is_dropped:
+            now, account = self._clock(), self._accounts[chunk.tenant]
+            account.spare(chunk, now, now + SPARED_SECONDS, int(self._room(account) * _MAX_SPARED_SHARE))
         self.pool.release(chunk.block_ids)
         chunk.ref_count -= 1
         chunk.last_used = self._clock()
@@ -359,9 +369,13 @@ class ChunkIndex:
         account = self.account(chunk.tenant)
         if not chunk.is_ready or chunk.pinned or not account.pinned_names.cover(chunk.names):
             return
-        room = self.pool.num_blocks if account.quota_blocks is None else account.quota_blocks
-        if account.num_pinned_blocks + chunk.num_blocks <= _MAX_PINNED_SHARE * min(room, self.pool.num_blocks):
+        if account.num_pinned_blocks + chunk.num_blocks <= _MAX_PINNED_SHARE * self._room(account):
             self.set_pinned(chunk, True)
+
+    def _room(self, account: TenantAccount) -> int:
+        """Blocks that a tenant can have."""
+        room = self.pool.num_blocks
+        return room if account.quota_blocks is None else min(account.quota_blocks, room)
 
     def set_quota(self, tenant: str, num_bytes: int | None) -> None:
         """Sets or removes a limit on the blocks of a tenant; evicts idle chunks as far as needed."""
@@ -425,6 +439,9 @@ class ChunkIndex:
         others = [chunk for chunk in (*present, *leaving) if not chunk.is_evictable]
         assert account.num_blocks == len(held)
         assert account.num_idle_blocks == len(held.difference(*(chunk.block_ids for chunk in others)))
+        assert account.num_spared_blocks == sum(chunk.num_blocks for chunk in present if chunk.spared_until) or (
+            account is self.total
+        )
         assert account.num_pinned_blocks == len({block_id for chunk in pinned for block_id in chunk.block_ids})
 
     def _both(self, chunk: Chunk) -> tuple[TenantAccount, TenantAccount]:
@@ -442,7 +459,7 @@ class ChunkIndex:
         if chunk.is_evictable:
             progress = chunk.num_computed / chunk.num_tokens
             candidate = Candidate(
-                chunk.last_used,
+                max(chunk.last_used, chunk.spared_until),
                 chunk.num_tokens,
                 chunk.priority,
                 progress,
@@ -483,6 +500,7 @@ class ChunkIndex:
         if chunk.is_dropped:
             return
         self._dequeue(chunk)
+        self._accounts[chunk.tenant].end_sparing(chunk)
         chunk.is_dropped = True
         if chunk.pinned:
             self._note_pinned(chunk, False)

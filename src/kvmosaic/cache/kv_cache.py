@@ -335,8 +335,10 @@ class KVCache(TenantChunks):
             priority=allocation.priority,
         )
 
-    def release(self, allocation: Allocation) -> None:
+    def release(self, allocation: Allocation, *, goes_on: bool = False) -> None:
         """Releases everything; a second call does nothing.
+
+        If the conversation goes on, as after the call of a tool, its documents count as just used for a while.
 
         The computed tokens of its last span stay registered, for a conversation that goes on. A chunk that it owns and
         has not completed is abandoned, so that waiting requests plan again.
@@ -358,7 +360,7 @@ class KVCache(TenantChunks):
             elif span.is_owner and not span.chunk.is_ready:
                 self._chunks.abandon(span.chunk)
         for chunk in allocation.held_chunks():
-            self._chunks.release(chunk)
+            self._chunks.release(chunk, goes_on=goes_on)
 
     def rollback_step(self, allocation: Allocation) -> None:
         """Undoes what this allocation registered in the current step, because the step failed.

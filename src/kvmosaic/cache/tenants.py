@@ -87,6 +87,8 @@ class TenantAccount:
         self.num_pinned_blocks = 0
         self.num_evictions = 0
         self._queue: EvictionQueue[Chunk] = EvictionQueue()
+        self._spared: dict[Chunk, None] = {}
+        self.num_spared_blocks = 0
 
     @property
     def num_idle(self) -> int:
@@ -119,6 +121,23 @@ class TenantAccount:
     def in_order(self) -> list[Chunk]:
         """The chunks in eviction order; for tests (it sorts)."""
         return self._queue.in_order()
+
+    def spare(self, chunk: Chunk, now: float, until: float, max_blocks: int) -> None:
+        """Spares a chunk until a time, later than those before, if all spared ones have at most so many blocks then."""
+        self.end_sparing(chunk)
+        while self._spared and (first := next(iter(self._spared))).spared_until <= now:
+            self.end_sparing(first)
+        if self.num_spared_blocks + chunk.num_blocks <= max_blocks:
+            chunk.spared_until = until
+            self._spared[chunk] = None
+            self.num_spared_blocks += chunk.num_blocks
+
+    def end_sparing(self, chunk: Chunk) -> None:
+        """Spares a chunk no longer; safe for one that is not spared."""
+        if chunk in self._spared:
+            del self._spared[chunk]
+            chunk.spared_until = 0.0
+            self.num_spared_blocks -= chunk.num_blocks
 
     def note_pin(self, sign: int, num_blocks: int) -> None:
         """Counts a pinned chunk (1) or one that is no longer pinned (-1), and the blocks that this concerns."""

@@ -115,7 +115,9 @@ class Scheduler:
         """Removes a sequence and frees its blocks; removing it twice is safe."""
         self.running.remove(sequence)
         self.admission.remove(sequence)
-        self._release(sequence)
+        finish = sequence.answer.finish
+        has_ended = finish is not None and finish.reason == "stop"
+        self._release(sequence, goes_on=has_ended and sequence.request.prompt.has_tools)
         sequence.state = SequenceState.FINISHED
 
     def replan(self, sequence: Sequence) -> None:
@@ -381,9 +383,9 @@ class Scheduler:
         sequence.preempted()
         self.add(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, goes_on: bool = False) -> None:
         if sequence.allocation is not None:
-            self.kv_cache.release(sequence.allocation)
+            self.kv_cache.release(sequence.allocation, goes_on=goes_on)
             sequence.allocation = None
 
 

@@ -232,7 +232,8 @@ class PromptEncoder:
         read = read_documents(documents or (), self.settings.max_prompt_chunks)
         rule = self._preamble if preamble is None else preamble_rule(preamble)
         encode = partial(self._encode_chat, read, rule=rule, salt=salt, finder=finder, options=template_options)
-        return _as_taken(messages, encode)
+        prompt = _as_taken(messages, encode)
+        return replace(prompt, has_tools=True) if template_options.get("tools") else prompt
 
     def _encode_chat(
         self,

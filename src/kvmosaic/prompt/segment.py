@@ -189,6 +189,8 @@ class Prompt:
     """Whether the cache may choose which documents come first ("any"); None: as the settings say."""
     remark: str = field(default="", compare=False, repr=False)
     """What the reply says of how the conversation was read."""
+    has_tools: bool = field(default=False, compare=False, repr=False)
+    """Whether its answer may call tools, after which the conversation goes on: its documents stay cached for that."""
     adapter: str | None = None
     """Name of the low-rank adapter that computes it; "": the base model; None: the model's default, which adapts
     prompts with documents only."""
