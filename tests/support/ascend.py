@@ -3,6 +3,7 @@
     cache of a layer    worker/model_runner_v1.py: each part is bytes of its own, viewed as the type, then as the shape
     attention           attention/attention_v1.py: do_kv_cache_update, which keeps the first cache that it is given
     latent attention    attention/mla_v1.py: exec_kv_prefill
+    with an indexer     attention/sfa_v1.py: exec_kv, indexer_select_pre_process; since 0.30 in attention/indexer.py
     device/device_op.py: reshape_and_cache
 
 The kernels of torch_npu are stand-ins that do what its reference says.
@@ -69,8 +70,39 @@ class StandInTorchNpu:
         rotation.view(-1, rotation.shape[-1])[slots] = turned[:, 0, 0].to(rotation)
         return turned, normed, turned, normed
 
+    @staticmethod
+    def npu_rotary_mul(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        one, other = keys.chunk(2, dim=-1)
+        return keys * cos + torch.cat((-other, one), dim=-1) * sin
+
+    @staticmethod
+    def npu_dynamic_quant(rows: Tensor, dst_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        most = 127 if dst_type is torch.int8 else 448
+        scales = rows.float().abs().amax(-1) / most
+        codes = rows.float() / scales[..., None]
+        return (codes.round() if dst_type is torch.int8 else codes).to(dst_type), scales
+
 
 torch_npu = StandInTorchNpu()
+
+
+def turned_keys(keys: Tensor, cos: Tensor, sin: Tensor, rope_dim: int, is_neox_style: bool) -> Tensor:
+    """rope_forward_triton_siso: the first numbers of [T, 1, D] are turned, in halves or in neighbours."""
+    part, rest = keys.split([rope_dim, keys.shape[-1] - rope_dim], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    if is_neox_style:
+        return torch.cat((torch_npu.npu_rotary_mul(part, cos, sin), rest), dim=-1)
+    sorted_apart = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
+    one, other = torch_npu.npu_rotary_mul(sorted_apart, cos, sin).chunk(2, dim=-1)
+    return torch.cat((torch.stack((one, other), dim=-1).flatten(-2), rest), dim=-1)
+
+
+def hadamard(size: int) -> Tensor:
+    """[size, size], rounded to bfloat16 as the layer keeps it."""
+    rows = torch.ones(1, 1)
+    while len(rows) < size:
+        rows = torch.cat((torch.cat((rows, rows), 1), torch.cat((rows, -rows), 1)))
+    return rows.bfloat16() / size**0.5
 
 
 class RecordedAttention:
@@ -114,6 +146,72 @@ class RecordedLatentAttention:
         return turned, latent
 
 
+class Projection(nn.Module):
+    """A replicated linear layer of vLLM: it returns a bias, too."""
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.input_size = input_size
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(output_size, input_size, generator=generator), requires_grad=False)
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, None]:
+        return rows @ self.weight.to(rows.dtype).T, None
+
+
+class RecordedIndexer(nn.Module):
+    """AscendSFAIndexerBackend of 0.30, as far as it computes keys; before, its method was the implementation's."""
+
+    def __init__(self, size: int, turning_size: int, is_neox_style: bool, eight_bits: torch.dtype | None) -> None:
+        super().__init__()
+        self.head_dim, self.qk_rope_head_dim, self.is_rope_neox_style = size, turning_size, is_neox_style
+        self.wk_weights_proj = Projection(48, size + 4)
+        self.k_norm = nn.Identity()
+        self.c8_k_cache_dtype, self.c8_k_scale_cache_dtype = eight_bits, torch.float16
+        self.enable_sparse_li_c8 = self.enable_sparse_li_quant = eight_bits is not None
+        self.enable_sparse_li_c4 = False
+        self.k_hadamard = self.q_hadamard = hadamard(size)
+
+    def forward_k(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        projected, _ = self.wk_weights_proj(hidden_states)
+        keys = self.k_norm(projected[:, : self.head_dim])[:, None]
+        cos, sin = (each.view(-1, self.qk_rope_head_dim) for each in (cos, sin))
+        keys = turned_keys(keys, cos, sin, self.qk_rope_head_dim, self.is_rope_neox_style)
+        scales = None
+        if self.c8_k_cache_dtype is not None:
+            codes = keys.flatten(0, 1) @ self.k_hadamard.to(keys.dtype)
+            keys, scales = torch_npu.npu_dynamic_quant(codes, dst_type=self.c8_k_cache_dtype)
+            scales = scales.to(self.c8_k_scale_cache_dtype)[:, None]
+        return keys, scales, projected[:, self.head_dim :]
+
+
+class RecordedSparseAttention:
+    """AscendSFAImpl, as far as it writes."""
+
+    alibi_slopes = None
+    num_kv_heads = 1
+    has_indexer = True
+    enable_sparse_sfa_c8 = enable_dsa_cp = enable_sparse_sfa_turboquant = False
+
+    def __init__(self, latent_size: int, turning_size: int, indexer: RecordedIndexer, *, has_own_cache: bool) -> None:
+        self._write = RecordedLatentAttention(latent_size, turning_size)
+        self.kv_lora_rank, self.qk_rope_head_dim = latent_size, turning_size
+        self.kv_a_layernorm = self._write.kv_a_layernorm
+        if has_own_cache:
+            self.indexer = SimpleNamespace(impl=indexer)
+        else:
+            self.indexer = SimpleNamespace()
+            self.__dict__.update(indexer.__dict__, **indexer._modules)
+            self.indexer_select_pre_process = lambda x, cos, sin: indexer.forward_k(x, cos, sin)[:2]
+
+    def exec_kv(
+        self, kv_no_split: Tensor, cos: Tensor, sin: Tensor, kv_cache: Any, slots: Tensor, attn_metadata: Any
+    ) -> tuple[None, None]:
+        self._write.exec_kv_prefill(kv_no_split, cos, sin, kv_cache, slots)
+        return None, None
+
+
+RecordedSparseAttention.__module__ = "vllm_ascend.attention.sfa_v1"
 RecordedAttention.__module__ = "vllm_ascend.attention.attention_v1"
 RecordedLatentAttention.__module__ = "vllm_ascend.attention.mla_v1"
 

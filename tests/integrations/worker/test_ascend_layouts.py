@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import os
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from support.ascend import (
     Layer,
     Module,
     RecordedAttention,
+    RecordedIndexer,
     RecordedLatentAttention,
     RecordedRotary,
+    RecordedSparseAttention,
     config_of,
     part_of_cache,
     torch_npu,
+    turned_keys,
 )
 from torch import Tensor
 
@@ -27,7 +31,7 @@ from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
 from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
 from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
 from kvmosaic.integrations.vllm.worker.layouts import find_layout
-from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
+from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendIndexLayout, AscendLatentLayout, AscendLayout
 from kvmosaic.integrations.vllm.worker.self_check import check_caches
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
@@ -45,6 +49,127 @@ def latent(dtype: torch.dtype = torch.float32) -> tuple[Layer, tuple[Tensor, Ten
     layer = Layer(impl, head_size=LATENT + TURNING, num_kv_heads=1, kv_lora_rank=LATENT, qk_rope_head_dim=TURNING)
     rows = part_of_cache(BLOCKS, SIZE, 1, LATENT, dtype, padding=16)
     return layer, (rows, part_of_cache(BLOCKS, SIZE, 1, TURNING, dtype, padding=32))
+
+
+INDEX = 16
+
+
+class Sparse:
+    """A latent layer with an indexer, whose cache is the end of the layer's, or since 0.30 one of its own."""
+
+    def __init__(
+        self, eight_bits: torch.dtype | None = None, *, has_own_cache: bool = False, is_neox_style: bool = True
+    ) -> None:
+        self.indexer = RecordedIndexer(INDEX, TURNING, is_neox_style, eight_bits)
+        impl = RecordedSparseAttention(LATENT, TURNING, self.indexer, has_own_cache=has_own_cache)
+        sizes = {"kv_lora_rank": LATENT, "qk_rope_head_dim": TURNING}
+        self.layer = Layer(impl, head_size=LATENT + TURNING, num_kv_heads=1, **sizes)
+        self.rows = latent()[1]
+        self.index: tuple[Tensor, ...] = (part_of_cache(BLOCKS, SIZE, 1, INDEX, eight_bits or torch.float32, 16),)
+        if eight_bits is not None:
+            self.index = (*self.index, part_of_cache(BLOCKS, SIZE, 1, 1, torch.float16, 32))
+        rotary = RecordedRotary(TURNING, is_neox_style=False, dtype=torch.float32, head_size=TURNING)
+        self.module, self.rotary = Module(self.layer, rotary), rotary
+        self.layers, self.caches = {"attn": self.layer}, {"attn": (*self.rows, *self.index)}
+        if has_own_cache:
+            self.indexer.k_cache = Layer(None)
+            self.layers["indexer.k_cache"] = self.indexer.k_cache
+            self.caches = {"attn": self.rows, "indexer.k_cache": self.index}
+
+    def places(self) -> KVLayout:
+        return KVLayout.of(config_of(self.layers, SIZE, torch.float32), self.caches)
+
+    def compute(self, tokens: Tensor, start: int, slot: int) -> None:
+        """Has the layer compute tokens at positions from `start` on, and write them to slots from `slot` on."""
+        rows, hidden = tokens.split([LATENT + TURNING, 48], dim=-1)
+        cos, sin = self.rotary.cos_sin_cache[start : start + len(tokens)].chunk(2, dim=-1)
+        double = [torch.cat((half, half), dim=-1)[:, None, None] for half in (cos, sin)]
+        slots = torch.arange(slot, slot + len(tokens))
+        self.layer.impl.exec_kv(rows, *double, self.rows, slots, SimpleNamespace())
+        keys, scales, _ = self.indexer.forward_k(hidden, *double)
+        for place, part in zip(self.index, (keys, scales), strict=False):
+            assert part is not None
+            place.view(-1, place.shape[-1])[slots] = part.view(len(tokens), -1)
+
+
+EIGHT_BITS = [None, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize(
+    ("eight_bits", "is_neox_style", "has_own_cache"),
+    [
+        (None, True, False),
+        (None, False, True),
+        (torch.int8, False, False),
+        (torch.int8, True, True),
+        (EIGHT_BITS[2], True, True),
+    ],
+)
+def test_moved_index_keys_are_those_computed_at_the_new_place(
+    eight_bits: torch.dtype | None, is_neox_style: bool, has_own_cache: bool
+) -> None:
+    torch.manual_seed(0)
+    sparse = Sparse(eight_bits, has_own_cache=has_own_cache, is_neox_style=is_neox_style)
+    places = sparse.places()
+    assert [type(place.layout) for place in places.layers] == [AscendLatentLayout, AscendIndexLayout]
+    assert places.cache_format == str(eight_bits or "").removeprefix("torch.")
+    tokens = torch.randn(11, LATENT + TURNING + 48)
+    sparse.compute(tokens, start=3, slot=3)
+    Mover(places).move([Move((0, 1), 3, (4, 5), 0, 11, position=3, distance=0)])
+    for part in sparse.index:
+        assert torch.equal(*(part.flatten(0, 1)[first : first + 11].float() for first in (3, 4 * SIZE)))
+    Mover(places).move([Move((0, 1), 3, (3, 2, 5), 5, 11, position=3, distance=101)])
+    sparse.compute(tokens, start=104, slot=4 * SIZE)
+    slots = [places.slots((3, 2, 5), 5, 11), torch.arange(4 * SIZE, 4 * SIZE + 11)]
+    for place in places.layers:
+        moved, wanted = (place.layout.read(each)[0] for each in slots)
+        far = (moved - wanted).abs().max() / wanted.abs().max()
+        most = {None: 1e-6, torch.int8: 0.015, torch.float8_e4m3fn: 0.06}[eight_bits]
+        assert far <= (most if place is places.layers[1] else 1e-6)
+
+
+@pytest.mark.parametrize("eight_bits", EIGHT_BITS)
+def test_index_keys_are_moved_in_their_cache_at_start_and_nothing_is_left(eight_bits: torch.dtype | None) -> None:
+    sparse = Sparse(eight_bits)
+    places = sparse.places()
+    assert check_caches(places, 400) == ""
+    assert not any(part.any() for part in (*sparse.rows, *sparse.index))
+    layout = places.layers[1].layout
+    update = layout.write
+    layout.write = lambda slots, *parts: update((slots + 1) % layout.num_slots, *parts)  # type: ignore[method-assign]
+    assert check_caches(places, 400).startswith("attn.indexer:")
+
+
+def test_an_indexer_that_turns_its_keys_otherwise_is_refused() -> None:
+    sparse = Sparse()
+
+    def at_the_end(hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, None]:
+        projected, _ = sparse.indexer.wk_weights_proj(hidden)
+        keys = turned_keys(projected[:, None, :INDEX].flip(-1), cos[:, 0, 0], sin[:, 0, 0], TURNING, True)
+        return keys.flip(-1), None
+
+    sparse.layer.impl.indexer_select_pre_process = at_the_end
+    with pytest.raises(NotMovable, match=r"^attn\.indexer: its indexer turns keys otherwise"):
+        sparse.places()
+    sparse.layer.impl.indexer_select_pre_process = None
+    with pytest.raises(NotMovable, match=r"^attn\.indexer: trying its indexer fails: TypeError"):
+        sparse.places()
+
+
+def test_packed_rows_beside_an_indexer_and_unknown_index_keys_are_refused() -> None:
+    """Sparse C8 of 0.23 packs a latent and its rotary part into one tensor of bytes."""
+    sparse = Sparse(torch.int8)
+    sparse.caches = {"attn": (torch.zeros(BLOCKS, SIZE, 1, 40, dtype=torch.int8), *sparse.index)}
+    with pytest.raises(NotMovable, match="int8"):
+        sparse.places()
+    for index, said in [
+        ((sparse.index[0].view(torch.uint8), sparse.index[1]), "uint8 with scales of torch.float16"),
+        ((sparse.index[0][..., :8], sparse.index[1]), "index keys"),
+        ((sparse.index[0],), "int8"),
+    ]:
+        sparse.caches = {"attn": (*sparse.rows, *index)}
+        with pytest.raises(NotMovable, match=rf"^attn\.indexer.*{said}"):
+            sparse.places()
 
 
 KINDS: dict[str, Any] = {"grouped": grouped, "latent": latent}
@@ -169,18 +294,15 @@ def test_context_parallel_and_c8_are_refused(kind: str) -> None:
     assert "int8" in refused(layer, tuple(part.to(torch.int8) for part in cache))
 
 
-def test_sparse_and_packed_latent_caches_are_refused() -> None:
+def test_compressed_and_packed_latent_caches_are_refused() -> None:
     for attributes, said in [({"enable_kv_nz": True}, "enable_kv_nz"), ({"fa_quant_layer": True}, "quantizes")]:
         layer, cache = latent()
         renamed(layer.impl, attributes=attributes)
         assert said in refused(layer, cache)
-    for module in ("sfa_v1", "dsa_v1"):
+    for module in ("dsa_v1", "dsa_v41"):
         layer, cache = latent()
         renamed(layer.impl, module=f"vllm_ascend.attention.{module}")
-        assert "index of their own keys" in refused(layer, cache)
-    layer, cache = latent()
-    layer.indexer = object()
-    assert "index of their own keys" in refused(layer, cache)
+        assert f"by {module}, whose cache is not known" in refused(layer, cache)
 
 
 def test_caches_of_other_shapes_are_refused() -> None:
@@ -272,9 +394,14 @@ of_each_source = pytest.mark.parametrize(
 )
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def method(source: Path, path: str, class_name: str, name: str, **names: Any) -> Any:
     """A method of vLLM-Ascend itself, cut out of its file, which as a whole imports only next to an NPU."""
-    tree = ast.parse((source / "vllm_ascend" / path).read_text())
+    tree = parsed(source / "vllm_ascend" / path)
     (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     (found,) = (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == name)
     found.decorator_list = []
@@ -321,6 +448,44 @@ def test_the_recorded_methods_are_those_of_vllm_ascend(source: Path) -> None:
     layer, cache = latent()
     renamed(layer.impl, attributes={"exec_kv_prefill": prefill, **OF_LATENT})
     find_layout("layer", layer, cache)
+
+
+@of_each_source
+@pytest.mark.parametrize(("eight_bits", "is_neox_style"), [(None, False), (torch.int8, True)])
+def test_the_recorded_indexer_is_that_of_vllm_ascend(
+    source: Path, eight_bits: torch.dtype | None, is_neox_style: bool
+) -> None:
+    has_own_cache = (source / "vllm_ascend/attention/indexer.py").exists()
+    sparse = Sparse(eight_bits, has_own_cache=has_own_cache, is_neox_style=is_neox_style)
+    kind = SimpleNamespace(k_hadamard=sparse.indexer.k_hadamard.float())
+    chips = SimpleNamespace(A5="A5")
+    names = {
+        "get_ascend_device_type": lambda: "A3",
+        "AscendDeviceType": chips,
+        "_int64_kv_slots": lambda slots, _: slots,
+    }
+    names |= {"HAS_TRITON": True, "rope_forward_triton_siso": turned_keys, "AscendSFAImpl": kind}
+    exec_kv = method(source, "attention/sfa_v1.py", "AscendSFAImpl", "exec_kv", **names)
+    renamed(sparse.layer.impl, attributes={"exec_kv": exec_kv})
+    wanted = sparse.indexer.forward_k
+    if has_own_cache:
+        path, name = "attention/indexer.py", "AscendSFAIndexerBackend"
+        sparse.indexer.k_hadamard = sparse.indexer.q_hadamard = kind.k_hadamard
+        quantize = method(source, path, name, "_quantize_li_tensor")
+        renamed(
+            sparse.indexer,
+            attributes={"forward_k": method(source, path, name, "forward_k", **names), "_quantize_li_tensor": quantize},
+        )
+        compute = sparse.indexer.forward_k
+    else:
+        computed = method(source, "attention/sfa_v1.py", "AscendSFAImpl", "indexer_select_pre_process", **names)
+        compute = sparse.layer.impl.indexer_select_pre_process = partial(computed, sparse.layer.impl)
+    sparse.places()
+    cos, sin = (half[7:9].repeat(1, 2)[:, None, None] for half in sparse.rotary.cos_sin_cache.chunk(2, dim=-1))
+    hidden = torch.randn(2, 48)
+    for found, recorded in zip(compute(hidden, cos, sin)[:2], wanted(hidden, cos, sin)[:2], strict=True):
+        assert (found is None) is (recorded is None)
+        assert found is None or torch.equal(found.view(2, -1), recorded.view(2, -1))
 
 
 @of_each_source

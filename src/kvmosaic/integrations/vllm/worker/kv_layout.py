@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kvmosaic.errors import NotMovable
 from kvmosaic.integrations.vllm.operations import Move
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, find_key_rotation
 from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
+from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendIndexLayout, with_indexers
 from kvmosaic.layers.geometry import FULL, MaskSpec
 
 _MAX_CLIMB = 3
@@ -194,22 +195,25 @@ class KVLayout:
         if not kv_caches:
             raise NotMovable("the model has no layer with a cache of keys and values")
         tree = ModuleTree()
-        turnings: dict[tuple[int, int], KeyRotation] = {}
+        turnings: dict[tuple[int, int, str], KeyRotation] = {}
         places = []
-        for name, kv_cache in kv_caches.items():
-            layer = layers.get(name)
+        for name, layer, kv_cache, indexer in with_indexers(layers, kv_caches):
             if layer is None:
                 raise NotMovable(f"the cache {name} belongs to no attention layer")
             require_attention(name, layer, keeps_every_token=_keeps_every_token(kv_cache_config))
-            layout = find_layout(name, layer, kv_cache)
+            layout: Any
+            if indexer is None:
+                layout = find_layout(name, layer, kv_cache)
+            else:
+                layout = AscendIndexLayout.of(name, indexer, kv_cache)
             rotation = None
             rotary = tree.rotary(name, layer)
             if rotary is not None:
                 at_end = layout.is_latent or int(getattr(rotary, "head_size", layout.key_size)) < layout.key_size
                 rotation = find_key_rotation(name, rotary, dtype, layout.key_size, at_end=at_end)
-                if getattr(layout, "is_sorted_apart", False):
-                    rotation = replace(rotation, layout="half")
-                rotation = turnings.setdefault((id(rotary), rotation.first), rotation)
+                if hasattr(layout, "fitted"):
+                    rotation = layout.fitted(rotation)
+                rotation = turnings.setdefault((id(rotary), rotation.first, rotation.layout), rotation)
             places.append(LayerPlace(name, layer, layout, rotation, window_of(layer)))
         if not turnings:
             raise NotMovable(

@@ -1,15 +1,21 @@
-"""Cache layouts of vLLM-Ascend: separate keys and values, or a latent and a separate rotary part."""
+"""Cache layouts of vLLM-Ascend: keys and values; a latent and its rotary part; and the keys of an indexer."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
+from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation
 from kvmosaic.integrations.vllm.worker.layouts.layout import (
+    PLAIN,
     Quantization,
     heads_of,
     is_read_back,
@@ -90,8 +96,6 @@ class AscendLatentLayout:
 
     is_latent = True
     quantization: Quantization | None = None
-    is_sorted_apart = True
-    """The rotary part is stored in halves, also where the model pairs neighbours."""
 
     def __init__(self, latent: Tensor, rotation: Tensor) -> None:
         self.latent, self.rotation = latent, rotation
@@ -104,15 +108,15 @@ class AscendLatentLayout:
         """The layout of a latent layer; None for one with keys and values, or of another platform.
 
         Raises:
-            NotMovable: a cache with a sparse index, quantized, sharded over devices, or in a chip-specific order; or
+            NotMovable: a cache of compressed tokens, quantized, sharded over devices, or in a chip-specific order; or
                 the kernel stores something else than expected.
         """
         if not is_ascend(layer) or not hasattr(layer, "kv_lora_rank"):
             return None
         impl = layer.impl
         kind = type(impl).__module__.rpartition(".")[2]
-        if kind in ("sfa_v1", "dsa_v1") or getattr(layer, "indexer", None) is not None:
-            raise NotMovable(f"{layer_name} selects tokens by an index of their own keys ({kind}), which is not moved")
+        if kind not in ("mla_v1", "sfa_v1") and ".context_parallel" not in type(impl).__module__:
+            raise NotMovable(f"{layer_name} keeps its tokens by {kind}, whose cache is not known; nothing is moved")
         if getattr(impl, "enable_kv_nz", False):
             raise NotMovable(f"{layer_name} keeps rows in the chip's own order; start without enable_kv_nz")
         if getattr(impl, "fa_quant_layer", False):
@@ -122,6 +126,10 @@ class AscendLatentLayout:
         _require_shape(layer_name, "turning rows", rotation, (1, int(layer.qk_rope_head_dim)))
         _confirm_rows(layer_name, impl, cls(stand_in(latent, 0), stand_in(rotation, 0)))
         return cls(latent, rotation)
+
+    def fitted(self, rotation: KeyRotation) -> KeyRotation:
+        """The rotation of its rows: in halves, also where the model pairs neighbours."""
+        return replace(rotation, layout="half")
 
     def read(self, slots: Tensor) -> tuple[Tensor, None]:
         """See `KeyValueLayout.read`."""
@@ -134,6 +142,126 @@ class AscendLatentLayout:
         blocks, offsets = slots // self.block_size, slots % self.block_size
         self.latent[blocks, offsets] = keys[..., : self.latent_size]
         self.rotation[blocks, offsets] = keys[..., self.latent_size :]
+
+
+class AscendIndexLayout:
+    """Keys by which an indexer scores tokens, beside the latent rows of its layer.
+
+    keys [N, P, 1, D]    read as │ rotary │ not rotated │
+    C8                   scales [N, P, 1, 1], keys = the nearest codes to (key Hadamard) / scale, per token
+    """
+
+    is_latent = False
+
+    def __init__(self, name: str, indexer: Any, keys: Tensor, scales: Tensor | None) -> None:
+        self._name, self._indexer, self.keys, self.scales = name, indexer, keys, scales
+        num_blocks, self.block_size, _, self.key_size = keys.shape
+        self.num_slots = num_blocks * self.block_size
+        self.quantization: Quantization | None = None
+        if scales is not None:
+            one = torch.ones((), device=keys.device)
+            self.quantization = Quantization(keys.dtype, (one, one), torch.float32)
+            self._turn = indexer.k_hadamard.to(torch.float32)
+            self._length = self._turn[0].square().sum()  # of a rounded row; 1 if nothing was rounded
+
+    @classmethod
+    def of(cls, name: str, indexer: Any, cache: Any) -> AscendIndexLayout:
+        """The layout of an indexer's cache.
+
+        Raises:
+            NotMovable: of another shape, or quantized otherwise.
+        """
+        keys, scales = cache[0], cache[1] if len(cache) > 1 else None
+        _require_shape(name, "index keys", keys, (1, int(indexer.head_dim)))
+        if scales is None:
+            require_plain(name, keys)
+        else:
+            _require_shape(name, "scales of index keys", scales, (1, 1))
+            if keys.dtype not in _MOST or scales.dtype not in PLAIN:
+                raise NotMovable(f"{name} keeps index keys as {keys.dtype} with scales of {scales.dtype}: not known")
+        return cls(name, indexer, keys, scales)
+
+    def fitted(self, rotation: KeyRotation) -> KeyRotation:
+        """The rotation of its keys, as the layer's own code turns those of one token at two positions.
+
+        Raises:
+            NotMovable: it turns them otherwise.
+        """
+        position = min(97, rotation.num_positions - 1)
+        device = rotation.table.device
+        old, new = torch.tensor([0], device=device), torch.tensor([position], device=device)
+        cos, sin = rotation.rows(torch.cat((old, new))).chunk(2, dim=-1)
+        double = (torch.cat((half, half), dim=-1)[:, None, None] for half in (cos, sin))
+        rows = torch.randn(1, int(self._indexer.wk_weights_proj.input_size), generator=torch.Generator().manual_seed(0))
+        compute = getattr(self._indexer, "forward_k", None) or self._indexer.indexer_select_pre_process
+        try:
+            codes, scales, *_ = compute(rows.expand(2, -1).to(device, rotation.dtype), *double)
+        except Exception as error:  # whatever a foreign kernel raises
+            raise NotMovable(
+                f"{self._name}: trying its indexer fails: {type(error).__name__}: {error}"[:400]
+            ) from error
+        keys = self._numbers(codes.view(2, 1, -1), None if scales is None else scales.view(2, 1, 1)).float()
+        for layout in ("half", "interleaved"):
+            found = replace(rotation, first=0, layout=layout)
+            moved = keys[:1].clone()
+            found.rotate(moved, found.factors(old, new))
+            if (moved - keys[1:]).abs().max() <= _FAR * keys.abs().max():
+                return found
+        raise NotMovable(f"{self._name}: its indexer turns keys otherwise than attention does; nothing is moved")
+
+    def read(self, slots: Tensor) -> tuple[Tensor, None]:
+        """See `KeyValueLayout.read`; those in eight bits in float32."""
+        where = slots // self.block_size, slots % self.block_size
+        return self._numbers(self.keys[where], None if self.scales is None else self.scales[where]), None
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """See `KeyValueLayout.write`."""
+        assert values is None
+        where = slots // self.block_size, slots % self.block_size
+        if self.scales is None:
+            self.keys[where] = keys
+            return
+        turned, most = keys.float() @ self._turn, _MOST[self.keys.dtype]
+        scales = (turned.abs().amax(-1, keepdim=True) / most).to(self.scales.dtype)
+        self.scales[where] = scales
+        codes = (turned / scales.float().clamp(min=torch.finfo(torch.float32).tiny)).clamp(-most, most)
+        self.keys[where] = (codes.round() if self.keys.dtype is torch.int8 else codes).to(self.keys.dtype)
+
+    def _numbers(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return codes if scales is None else codes.float() * scales.float() @ self._turn.T / self._length
+
+
+_MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest code of the formats of eight bits."""
+_FAR = 0.15
+"""Max error of a moved index key, relative to its largest number: less than by a wrong angle, more than by rounding."""
+
+
+def with_indexers(layers: Mapping[str, Any], caches: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Name, attention layer, cache and None for each cache; for that of an indexer, the indexer.
+
+    Until 0.23, a layer's tuple of caches ends with that of its indexer; since 0.30, it has a name of its own.
+    """
+    indexers = {id(layer): _indexer_of(layer) for layer in layers.values()}
+    owners = {id(getattr(indexers[id(layer)], "k_cache", None)): layer for layer in layers.values()}
+    owners.pop(id(None))
+    for name, cache in caches.items():
+        layer = layers.get(name)
+        indexer = indexers.get(id(layer))
+        if (owner := owners.get(id(layer))) is not None:
+            yield name, owner, cache, indexers[id(owner)]
+        elif indexer is not None and len(cache) > 2:
+            yield name, layer, cache[:2], None
+            yield f"{name}.indexer", layer, cache[2:], indexer
+        else:
+            yield name, layer, cache, None
+
+
+def _indexer_of(layer: Any) -> Any:
+    """What computes a layer's index keys: its implementation, or since 0.30 one of the indexer's own."""
+    impl: Any = getattr(layer, "impl", None)
+    has_one = type(impl).__module__ == f"{_PACKAGE}attention.sfa_v1" and getattr(impl, "has_indexer", False)
+    return getattr(impl.indexer, "impl", impl) if has_one else None
 
 
 def _pair(layer_name: str, layer: Any, kv_cache: Any) -> tuple[Tensor, Tensor]:
@@ -162,6 +290,8 @@ def _require_shape(layer_name: str, what: str, cache: Tensor, row: tuple[int, in
 def _confirm_rows(layer_name: str, impl: Any, layout: AscendLatentLayout) -> None:
     """Checks where the kernel writes an unrotated row, and in which order."""
     write = getattr(impl, "exec_kv_prefill", None)
+    if write is None and hasattr(impl, "exec_kv"):  # of layers with an indexer
+        write = partial(impl.exec_kv, attn_metadata=SimpleNamespace())
     if write is None:
         raise NotMovable(f"{layer_name}: {type(impl).__name__} has no exec_kv_prefill, so its order cannot be tried")
     size = layout.rotation.shape[-1]

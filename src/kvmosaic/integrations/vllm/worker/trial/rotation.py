@@ -117,13 +117,15 @@ def _write_by_kernel(place: LayerPlace, slots: Tensor, keys: Tensor, values: Ten
     return None
 
 
+_INT8 = 2.0**-6
+"""Twice the error of rounding 128 numbers to a scale of their own, relative to their size."""
 _ARITHMETIC = 2.0**-20
 """Error of sums in float32, whatever the dtype of their terms."""
 
 
 def unit(*dtypes: torch.dtype) -> float:
     """The relative error of one rounding to the coarsest of these dtypes, plus that of the arithmetic before it."""
-    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2 + _ARITHMETIC
+    return max(_INT8 if dtype is torch.int8 else torch.finfo(dtype).eps for dtype in dtypes) / 2 + _ARITHMETIC
 
 
 def wide(numbers: Tensor) -> Tensor:
