@@ -6,8 +6,9 @@
 
 Counts: agents read, search, edit and test the files of a folder, and compact their history by three policies (drop the
 oldest turns, clear old results of tools, summarize); then sub-agents read the same files with other tasks. Every
-request is answered by the engine with a tiny random model, whose caches lose nothing. Beside it prefix caching, and
-prefix caching with all results first, sorted, each once: what is reused then was read in another order.
+request is answered by the engine with a tiny random model, whose caches lose nothing. Beside it prefix caching; prefix
+caching with all results first, sorted, each once: what is reused then was read in another order; and what llama.cpp's
+server does with `--cache-reuse 256`: it moves runs of the last prompt, which saw what has been dropped.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SYSTEM = {
     "content": "You are a coding agent. Read files, edit them, run the tests, and answer briefly.",
 }
 MAX_CHARACTERS, KEPT_TURNS = 60_000, 6
+MOVED = "llama.cpp --cache-reuse"
 
 
 class Agent:
@@ -141,6 +143,33 @@ def sorted_first(messages: list[Message]) -> list[Message]:
     return [{**SYSTEM, "content": "\n".join([SYSTEM["content"], *results])}, *rest[1:]]
 
 
+class CacheReuse:
+    """The runs of the last prompt that llama.cpp's server moves: each of at least `least` tokens, in their order."""
+
+    def __init__(self, least: int = 256) -> None:
+        self._least = least
+        self._cached: list[int] = []
+
+    def computed(self, prompt: list[int]) -> int:
+        """Tokens of a prompt that are computed; it is the last one then."""
+        cached, self._cached = self._cached, prompt
+        reused = _num_equal(cached, 0, prompt, 0)
+        place = reused
+        while place < len(cached) and reused < len(prompt):
+            count = _num_equal(cached, place, prompt, reused)
+            is_moved = count >= self._least
+            reused += count if is_moved else 0
+            place += count if is_moved else 1
+        return max(len(prompt) - reused, 1)
+
+
+def _num_equal(one: list[int], first: int, other: list[int], second: int) -> int:
+    count = 0
+    while first + count < len(one) and second + count < len(other) and one[first + count] == other[second + count]:
+        count += 1
+    return count
+
+
 def tiny(tokenizer: Any) -> LoadedModel:
     """A model that is fast and knows nothing: which tokens are computed does not depend on it."""
     torch.manual_seed(0)
@@ -180,15 +209,29 @@ def count(options: argparse.Namespace) -> None:
                         (output,) = llm.chat(sorted_first(messages) if is_sorted else messages, ONE, find_documents=how)
                         computed[is_edited] += output.reuse.computed_tokens
                         total[is_edited] += output.reuse.num_tokens
-            rows.setdefault(workload, {})[kind] = {
-                "computed": sum(computed.values()) / sum(total.values()),
-                "computed after an edit": computed[True] / max(total[True], 1),
-                "tokens": sum(total.values()),
-            }
+            rows.setdefault(workload, {})[kind] = shares(computed, total)
+        computed, total = {True: 0, False: 0}, {True: 0, False: 0}
+        for seed in track(range(options.sessions), f"{workload}, {MOVED}"):
+            slot = CacheReuse()
+            for is_edited, messages in requests(seed):
+                text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+                prompt = tokenizer.encode(text, add_special_tokens=False)
+                computed[is_edited] += slot.computed(prompt)
+                total[is_edited] += len(prompt)
+        rows[workload][MOVED] = shares(computed, total)
     save("agents", {"sessions": options.sessions, "steps": options.steps, "rows": rows})
     print(table(rows))
     (RESULTS / "agents.md").write_text(table(rows) + "\n", encoding="utf-8")
     draw(rows)
+
+
+def shares(computed: dict[bool, int], total: dict[bool, int]) -> dict[str, float]:
+    """Of tokens of requests after an edit (True) and of others."""
+    return {
+        "computed": sum(computed.values()) / sum(total.values()),
+        "computed after an edit": computed[True] / max(total[True], 1),
+        "tokens": sum(total.values()),
+    }
 
 
 def table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
@@ -206,10 +249,10 @@ def draw(rows: dict[str, dict[str, dict[str, float]]]) -> None:
     kinds = list(next(iter(rows.values())))
     figure, axes = plt.subplots(figsize=(8, 3.6))
     for number, kind in enumerate(kinds):
-        shares = [100 * row[kind]["computed after an edit"] for row in rows.values()]
-        bars = axes.bar([place + 0.27 * number for place in range(len(rows))], shares, 0.25, label=kind)
+        heights = [100 * row[kind]["computed after an edit"] for row in rows.values()]
+        bars = axes.bar([place + 0.21 * number for place in range(len(rows))], heights, 0.19, label=kind)
         axes.bar_label(bars, fmt="%.0f")
-    axes.set_xticks([place + 0.27 for place in range(len(rows))], list(rows))
+    axes.set_xticks([place + 0.31 for place in range(len(rows))], list(rows))
     axes.set_ylabel("tokens computed after an edit, %")
     axes.legend()
     figure.tight_layout()
@@ -235,8 +278,8 @@ def measure(options: argparse.Namespace) -> None:
                 begin, cpu = time.perf_counter(), time.process_time()
                 (output,) = llm.chat(messages_of(turns[1:], "What is it for?"), ONE, find_documents=how)
                 found.append(time.process_time() - cpu)
-                shares = f"{output.reuse.computed_tokens} of {output.reuse.num_tokens} computed"
-                print(f"{how}: {found[-1]:.2f} s CPU, {time.perf_counter() - begin:.2f} s, {shares}")
+                said = f"{output.reuse.computed_tokens} of {output.reuse.num_tokens} computed"
+                print(f"{how}: {found[-1]:.2f} s CPU, {time.perf_counter() - begin:.2f} s, {said}")
     medians = {how: statistics.median(found) for how, found in seconds.items()}
     ratio = medians["none"] / medians["agents"]
     print(f"first token after the oldest of nine turns was dropped: {ratio:.1f}x (prefix caching / agents)")

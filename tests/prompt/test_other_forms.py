@@ -51,6 +51,24 @@ def test_what_a_template_takes_is_left_as_it_is() -> None:
         assert not encoded(name, [("system", "Be brief."), ("user", "Hello.")])[0].remark
 
 
+def test_calls_and_results_of_tools_that_are_no_longer_sent_are_written_as_text() -> None:
+    """A client that summarizes a history sends its calls without the tools; roles of tools are refused by many."""
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.py"}'}}
+    turns = [
+        {"role": "user", "content": "Read it."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "x = 1"},
+        {"role": "user", "content": "Summarize."},
+    ]
+    encoder = ENCODERS["turns"]
+    prompt = encoder.encode_chat(turns)
+    assert "calls and results of tools are written as text" in prompt.remark
+    assert encoder.tokenizer is not None
+    text = encoder.tokenizer.decode([token for each in prompt.segments for token in each.token_ids])
+    places = [text.index(said) for said in ("Read it.", '"path": "a.py"', "x = 1\n\nSummarize.")]
+    assert places == sorted(places)
+
+
 def test_documents_and_a_warmed_prompt_are_read_in_the_same_form() -> None:
     documents = ["The ferry goes at noon.", "The mill is old."]
     for name, encoder in ENCODERS.items():

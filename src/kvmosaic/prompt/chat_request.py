@@ -71,11 +71,16 @@ def with_told_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any])
         InvalidMessages: see `read_messages`.
     """
     told = "\n".join([_HOW_TO_CALL, *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools), ""])
-    turns = [_told_turn(message, read) for message, read in zip(messages, read_messages(messages), strict=True)]
+    turns = _told_turns(messages)
     if not is_system(turns[0]):
         turns.insert(0, {"role": "system", "content": ""})
     turns[0] = {**turns[0], "content": [{"type": "text", "text": told}, *content_parts(turns[0])]}
     return turns
+
+
+def _told_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with calls and results as text."""
+    return [_told_turn(message, read) for message, read in zip(messages, read_messages(messages), strict=True)]
 
 
 def _told_turn(message: Mapping[str, Any], read: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,8 +102,15 @@ def known_roles(template: str | None, messages: Sequence[Mapping[str, Any]]) -> 
 def other_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """Forms of a conversation for a template that refuses it, each with what was done.
 
-    A template may take one system message at the start, or none, or no two messages of the user in a row.
+    A template may take one system message at the start, or none, or no two messages of the user in a row; or neither
+    calls nor results of tools.
     """
+    yield from _forms(messages)
+    if any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        yield from _forms(_told_turns(messages), "calls and results of tools are written as text")
+
+
+def _forms(messages: Sequence[Mapping[str, Any]], done: str = "") -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     num_first = next((number for number, each in enumerate(messages) if not is_system(each)), len(messages))
     first = [_joined(messages[:num_first])] if num_first else []
     forms = {
@@ -108,7 +120,7 @@ def other_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, li
     }
     for told, form in forms.items():
         for also, turns in (("", form), ("neighbouring messages of the user were joined", _in_turns(form))):
-            if what := "; ".join(filter(None, (told, also))):
+            if what := "; ".join(filter(None, (done, told, also))):
                 yield f"the model's chat template refuses the conversation as it was sent: {what}", turns
 
 

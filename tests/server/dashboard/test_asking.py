@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import httpx
 import pytest
@@ -47,6 +47,37 @@ def test_documents_in_another_order_are_moved(server: RunningServer, screen: Scr
     assert tip[1].endswith(" tokens")
     assert tip[2].startswith("reused, moved by ")
     assert tip[3].endswith(" ms")
+
+
+@pytest.mark.slow
+def test_a_conversation_of_an_agent_is_drawn_with_what_its_tools_returned(
+    server: RunningServer, screen: Screen
+) -> None:
+    def call(name: str) -> dict[str, object]:
+        return {"id": name, "type": "function", "function": {"name": "read", "arguments": "{}"}}
+
+    def asked(names: list[str]) -> None:
+        turns = [
+            [
+                {"role": "assistant", "content": "", "tool_calls": [call(name)]},
+                {"role": "tool", "tool_call_id": name, "content": f"{name} " + " ".join(sorted(dir(__import__(name))))},
+            ]
+            for name in names
+        ]
+        messages = [{"role": "user", "content": "Read."}, *chain(*turns), {"role": "user", "content": "Why?"}]
+        body = {"model": "reader", "messages": messages, "max_tokens": 1, "find_documents": "agents"}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+
+    names = ["os", "math", "httpx"]
+    asked(names)
+    asked(names[1:])  # the oldest turn is dropped
+    screen.open(server.url)
+    newest = "#records > li:first-child"
+    screen.until(lambda: ("tool result", "moved") in screen.segments(newest), "a moved result")
+    results = [action for name, action in screen.segments(newest) if name == "tool result"]
+    assert results == ["moved", "moved"]
+    assert ("text", "computed") in screen.segments(newest)
 
 
 def test_recent_prompts_and_charts_follow_as_requests_end(server: RunningServer, screen: Screen) -> None:
