@@ -165,6 +165,16 @@ def test_an_edited_history_that_cost_results_is_told_and_one_that_grows_is_not()
         assert llm.engine.advisor.lost["edited_history"] >= 500
 
 
+def test_another_version_of_a_file_is_text_that_saw_the_first_one_and_costs_no_other_result() -> None:
+    """Read apart, the two may be mixed up; read in full, the whole history would be computed after every edit."""
+    newer = turn(11, result(1).replace(result(1)[100:120], "changed"))
+    llm = make()
+    before, _ = asked(llm, history(*TURNS[:3], newer, TURNS[3]))
+    assert [segment.kind for segment in before.segments].count("chunk") == 4
+    after, _ = asked(llm, history(*TURNS[1:3], newer, TURNS[3]))
+    assert reused_share(after) == 1 and after.composition == before.composition
+
+
 def test_results_of_an_agent_that_calls_a_tool_outlive_newer_documents() -> None:
     """One whose answer was cut is not waited for."""
     llm = make(chunk_cache_size="1536KiB")

@@ -21,6 +21,7 @@ from kvmosaic.prompt.settings import PromptOptions
 AGENTS = document_finder(("agents",), None)
 BOTH = document_finder(("auto", "agents"), None)
 SOURCE = "".join(f"def function_{number}(x):\n    return x + {number}\n\n" for number in range(40))
+ASSISTANT = {"role": "assistant", "content": "Read."}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": ""}
 USER = {"role": "user", "content": ""}
 
@@ -75,6 +76,10 @@ def test_a_text_that_opens_blocks_without_end_is_searched_in_linear_time():
         assert long <= allowed + 12 * short, piece
 
 
+NUMBERS = "".join(str(number**3) for number in range(80))
+"""A text that is unlike the source."""
+
+
 def encoder(**options: object) -> PromptEncoder:
     tokenizer = make_tokenizer(CHATML)
     settings = PromptOptions(find_documents="agents", **options)  # type: ignore[arg-type]
@@ -83,6 +88,26 @@ def encoder(**options: object) -> PromptEncoder:
 
 def kinds(prompt: Prompt) -> list[str]:
     return [str(segment.kind) for segment in prompt.segments]
+
+
+def test_a_result_like_one_of_the_three_before_it_is_text_and_the_same_one_is_a_document():
+    texts = [SOURCE[:900], NUMBERS, "".join(chr(97 + number * number % 26) + "-" for number in range(400))]
+    newer = texts[0].replace(texts[0][400:420], "changed")
+
+    def chunks(*results: str) -> list[str | None]:
+        messages = [message for text in results for message in (ASSISTANT, {**RESULT, "content": text})]
+        prompt = encoder().encode_chat(
+            [{"role": "user", "content": "Go."}, *messages, {"role": "user", "content": "Why?"}]
+        )
+        assert "".join(segment.text or "" for segment in prompt.segments).count("changed") == results.count(newer)
+        return [chunk.text for chunk in prompt.chunks]
+
+    first, *others = (text.strip() for text in texts)
+    assert chunks(texts[0], *texts[1:], newer, texts[1]) == [first, *others, others[0]]
+    assert chunks(texts[0], newer, newer) == [first]
+    assert chunks(newer, *texts[1:], texts[1], texts[0]) == [newer.strip(), *others, others[0], first], "too far apart"
+    assert chunks(texts[0], texts[1], texts[0]) == [first, others[0], first]
+    assert chunks(*texts[1:], newer) == [*others, newer.strip()]
 
 
 def test_a_history_is_results_and_the_texts_between_them():
@@ -94,12 +119,12 @@ def test_a_history_is_results_and_the_texts_between_them():
         {**RESULT, "content": SOURCE[:600]},
         {"role": "assistant", "content": "Read."},
         {**RESULT, "content": "done"},
-        {**RESULT, "content": SOURCE[600:1200]},
+        {**RESULT, "content": NUMBERS},
         {"role": "user", "content": "Why?"},
     ]
     prompt = encoder().encode_chat(messages)
     assert kinds(prompt) == ["system", "text", "chunk", "text", "chunk", "question"]
-    assert [chunk.text for chunk in prompt.chunks] == [SOURCE[:600].strip(), SOURCE[600:1200].strip()]
+    assert [chunk.text for chunk in prompt.chunks] == [SOURCE[:600].strip(), NUMBERS]
     assert prompt.place == len(prompt.companions) > 0, "the first one has companions, too: it may come later"
     assert encoder().encode_chat(messages, finder=document_finder((), None)).is_plain
     ordinary = encoder().encode_chat(messages, finder=document_finder((), None)).segments[0].text

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
@@ -139,6 +139,23 @@ def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
     """
     known = [_Form(ids) for ids in documents]
     return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
+
+
+def like_one_before(documents: Sequence[tuple[str, TokenIds, bool]]) -> set[int]:
+    """The numbers of documents that are like one of the few before them, without being the same.
+
+    Args:
+        documents: text, first and last tokens, and whether it may be one of these; none is compared with these.
+    """
+    found = set[int]()
+    before = deque[tuple[str, _Form]](maxlen=_NEIGHBOURS)
+    for number, (text, ids, may_be) in enumerate(documents):
+        form = _Form(ids)
+        if may_be and any(text != other and form.is_like(known) for other, known in before):
+            found.add(number)
+        else:
+            before.append((text, form))
+    return found
 
 
 def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:

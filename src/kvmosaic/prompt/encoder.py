@@ -12,7 +12,7 @@ from typing import Any
 from kvmosaic.errors import ChunkTooLong, InvalidPrompt, PromptTooLong, TooManyChunks
 from kvmosaic.prompt.chat_request import known_roles, other_forms, with_told_tools
 from kvmosaic.prompt.chat_template.document_placement import place_documents
-from kvmosaic.prompt.companions import NUM_COMPANIONS, paragraph_for, read_companions
+from kvmosaic.prompt.companions import NUM_COMPANIONS, like_one_before, paragraph_for, read_companions
 from kvmosaic.prompt.conversation import Conversation, TemplateRefusal
 from kvmosaic.prompt.document import MAX_POSITION, Document, read_documents, seen_documents
 from kvmosaic.prompt.found_documents import (
@@ -26,6 +26,7 @@ from kvmosaic.prompt.found_documents import (
     split_at_documents,
     tokens_up_to,
     with_documents,
+    with_texts,
 )
 from kvmosaic.prompt.message import read_messages
 from kvmosaic.prompt.patterns import always_fits, document_finder, read_find_documents
@@ -49,6 +50,8 @@ MAX_ENDLESS_TOKENS = 2**20
 
 _PLACEHOLDER_QUESTION = "?"
 _MAX_KNOWN_COMPANIONS = 256
+_END_CHARACTERS = 800
+"""Of a document, that are compared: somewhat more than the tokens that count."""
 _EMPTY_LINE = "\n\n"
 
 
@@ -252,6 +255,7 @@ class PromptEncoder:
             finder = self._finder if finder is None else finder
             if not finder.is_empty and not self._is_joining:
                 found = split_at_documents(pieces, finder, self.settings.max_prompt_chunks, conversation.messages)
+                found = self._with_versions(found)
                 if len(found) > 1:
                     return self._splitting()._encode_found(conversation, found, messages, rule, salt)
             return self._from_pieces([Draft(SegmentKind.PLAIN, pieces)], salt, last_answer)
@@ -288,6 +292,22 @@ class PromptEncoder:
         if finder is None or finder.placed is None or self._is_joining:
             return [Part(tuple(tail))]
         return split_at_documents(tail, finder.only_placed(), self.settings.max_prompt_chunks - num_documents)
+
+    def _with_versions(self, parts: Sequence[Part]) -> list[Part]:
+        """The same parts, with results of an agent's tools that are like one of the few before them as text.
+
+        Another version of a file is read after the first one, and sees it; read apart, they may be mixed up.
+        """
+        ends = [
+            (text := joined(part.pieces), self._ends(text), is_of_agent(part.found)) for part in parts if part.found
+        ]
+        return with_texts(parts, like_one_before(ends) if any(may_be for *_, may_be in ends) else ())
+
+    def _ends(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text's ends; of all of it if it is short."""
+        assert self._pieces is not None
+        ends = [text] if len(text) <= 2 * _END_CHARACTERS else [text[:_END_CHARACTERS], text[-_END_CHARACTERS:]]
+        return tuple(token for end in ends for token in self._pieces.encode([foreign(end)]).token_ids)
 
     def _encode_found(
         self, conversation: Conversation, parts: Sequence[Part], messages: Any, rule: PreambleRule, salt: str

@@ -24,7 +24,7 @@ All of them are drafts of segments, pieces of text with their origin, until they
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -103,9 +103,9 @@ TOOL_RESULT, PASTED = "tool result", "pasted block"
 """Origins of documents in the history of an agent."""
 
 
-def is_of_agent(segment: Segment) -> bool:
-    """Whether a segment is a document in an agent's history: a long one is divided, so that an edit costs a part."""
-    return segment.origin in (TOOL_RESULT, PASTED)
+def is_of_agent(document: Segment | FoundDocument) -> bool:
+    """Whether it is a document in an agent's history: a long one is divided, so that an edit costs a part."""
+    return document.origin in (TOOL_RESULT, PASTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +239,19 @@ def split_at_documents(
     if any(piece.text for piece in glue):
         return [*parts, Part(tuple(glue))]
     return [*parts[:-2], Part(sum((part.pieces for part in parts[-2:]), ()))]
+
+
+def with_texts(parts: Sequence[Part], numbers: Container[int]) -> list[Part]:
+    """The same parts, with the documents of these numbers, counted from 0, as text."""
+    count, result = 0, list[Part]()
+    for part in parts:
+        is_text = part.found is None or count in numbers
+        count += part.found is not None
+        if is_text and result and result[-1].found is None:
+            result[-1] = Part(result[-1].pieces + part.pieces)
+        else:
+            result.append(replace(part, found=None) if is_text else part)
+    return result
 
 
 def found_parts(pieces: Sequence[TextPiece], documents: Iterable[Document]) -> list[Part]:
