@@ -254,7 +254,7 @@ def draw(rows: dict[str, dict[str, dict[str, float]]]) -> None:
         axes.bar_label(bars, fmt="%.0f")
     axes.set_xticks([place + 0.31 for place in range(len(rows))], list(rows))
     axes.set_ylabel("tokens computed after an edit, %")
-    axes.legend()
+    axes.legend(ncols=len(kinds), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     figure.tight_layout()
     figure.savefig(RESULTS / "agents.png", dpi=120)
 
