@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig, parse_by
 from kvmosaic.container import available_memory, blocks_within, memory_limit
 from kvmosaic.engine import Engine, not_movable
 from kvmosaic.engine.self_check import SelfCheck
-from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, NotMovable, pip_install
+from kvmosaic.errors import InvalidAdapter, InvalidConfig, InvalidPrompt, KeepsState, NotMovable, pip_install
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, choose_strategy, strategy_named
@@ -69,6 +70,8 @@ class EngineFacts:
 
 AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 """A model of either engine."""
+logger = logging.getLogger("kvmosaic")
+
 EngineName = Literal["auto", "transformers", "llama"]
 PromptLike = str | Prompt | Sequence[Any] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -348,15 +351,22 @@ def open_model(
             )
         engine = "transformers"
     is_llama = runs_in_llama(name, engine, dtype, kv_cache_dtype)
-    return engine_named("llama.cpp" if is_llama else "transformers").open_model(
-        bundled_reader() if name == BUNDLED_READER else name,
-        dtype=dtype,
-        device=device,
-        max_positions=max_positions,
-        num_threads=num_threads,
-        kv_cache_dtype=kv_cache_dtype,
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "max_positions": max_positions,
+        "num_threads": num_threads,
+        "kv_cache_dtype": kv_cache_dtype,
         **options,
-    )
+    }
+    if is_llama:
+        try:
+            return engine_named("llama.cpp").open_model(name, **settings)
+        except KeepsState as error:
+            if engine == "llama" or kv_cache_dtype != "auto":
+                raise
+            logger.warning("%s: it runs in transformers, dequantized", str(error).partition(",")[0])
+    return engine_named("transformers").open_model(bundled_reader() if name == BUNDLED_READER else name, **settings)
 
 
 def build_engine(

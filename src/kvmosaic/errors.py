@@ -310,6 +310,10 @@ class UnsupportedModel(ModelError):
     """A model whose attention cannot be reached, or not be composed of parts."""
 
 
+class KeepsState(UnsupportedModel):
+    """A model with layers that carry a state, in an engine that keeps it for whole texts only."""
+
+
 class NotMovable(ModelError):
     """Moved chunks were asked of a model whose keys cannot be moved."""
 

@@ -68,11 +68,11 @@ def save_gguf(
         f"{architecture}.attention.head_count_kv": config["num_key_value_heads"],
         f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         f"{architecture}.vocab_size": config["vocab_size"],
-        **(_tokenizer(folder) if has_tokenizer else {}),
+        **(tokenizer_entries(folder) if has_tokenizer else {}),
         **(metadata or {}),
     }
     for key, value in entries.items():
-        _add(writer, key, value)
+        add_entry(writer, key, value)
     for name, weight in load_file(folder / "model.safetensors").items():
         place, stored = place_and_name(name, NAMES)
         array = weight.float().numpy()
@@ -116,7 +116,7 @@ def _add_tensor(writer: GGUFWriter, name: str, array: np.ndarray, kind: str) -> 
     writer.add_tensor(name, quantize(array, stored), raw_dtype=stored)
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_entry(writer: GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -129,7 +129,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
+def tokenizer_entries(folder: Path) -> dict[str, Any]:
     content = json.loads((folder / "tokenizer.json").read_text())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     control = {token["content"]: token["id"] for token in content["added_tokens"]}

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from gguf import GGUFWriter
 
+from kvmosaic.assembly import bundled_reader
 from kvmosaic.model import LoadedModel
 from support.families import build, configuration
-from support.gguf import NAMES, interleaved, place_and_name
+from support.gguf import NAMES, add_entry, interleaved, place_and_name, tokenizer_entries
 
 _GEMMA = {
     **NAMES,
@@ -61,6 +62,86 @@ def family_file(family: str) -> Path:
             array = interleaved(array, array.shape[0] // config.head_dim)
         writer.add_tensor(stored, np.ascontiguousarray(array))
     return _written(writer)
+
+
+_LFM2 = {
+    **NAMES,
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}
+_QWEN35 = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+
+
+def hybrid_file(path: Path, architecture: str) -> Any:
+    """Writes a model with states and the bundled reader's tokenizer: "lfm2", "qwen35"; returns it in float32."""
+    entries, is_lfm2 = tokenizer_entries(bundled_reader()), architecture == "lfm2"
+    changes = {} if is_lfm2 else {"linear_num_value_heads": 2, "head_dim": 32}
+    size = len(entries["tokenizer.ggml.tokens"])
+    module = build("lfm2" if is_lfm2 else "qwen3_5", torch.float32, vocab_size=size, **changes)
+    config = module.config
+    if is_lfm2:
+        facts = {
+            "attention.head_count_kv": [
+                config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types
+            ],
+            "feed_forward_length": module.model.layers[0].feed_forward.w1.out_features,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "shortconv.l_cache": config.conv_L_cache,
+        }
+    else:
+        facts = {
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+            "rope.dimension_count": 8,
+            "rope.dimension_sections": [2, 1, 1, 0],
+        }
+    writer = GGUFWriter(path, architecture)
+    for key, value in {
+        **entries,
+        **{f"{architecture}.{key}": value for key, value in {**_facts(config), **facts}.items()},
+    }.items():
+        add_entry(writer, key, value)
+    for name, weight in module.state_dict().items():
+        writer.add_tensor(*_hybrid_tensor(name, weight.numpy(), is_lfm2))
+    _written(writer)
+    return module
+
+
+def _hybrid_tensor(name: str, array: np.ndarray, is_lfm2: bool) -> tuple[str, np.ndarray]:
+    """The name and the numbers of a tensor in the file."""
+    for ending, stored in (("A_log", "ssm_a"), ("dt_bias", "ssm_dt.bias")):
+        if name.endswith(ending):
+            return f"blk.{name.split('.')[2]}.{stored}", -np.exp(array) if ending == "A_log" else array
+    place, stored = place_and_name(name, _LFM2 if is_lfm2 else _QWEN35)
+    if not is_lfm2 and array.ndim == 1 and place != "linear_attn.norm":
+        array = array + 1
+    return stored, np.ascontiguousarray(array[:, 0] if place in ("conv.conv", "linear_attn.conv1d") else array)
 
 
 def random_file(architecture: str, entries: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:

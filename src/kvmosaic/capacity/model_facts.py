@@ -147,11 +147,13 @@ def read_gguf_facts(path: Path, kv_cache_dtype: str = "auto") -> ModelFacts:
         ModelNotFound, UnsupportedModel, InvalidConfig: see `load_llama`.
     """
     from kvmosaic.llama.engine import max_cells
-    from kvmosaic.llama.model import CACHE_BITS, cache_type_of, layers_of
+    from kvmosaic.llama.model import CACHE_BITS, cache_type_of, layers_of, refused_state
     from kvmosaic.model.formats.gguf.file import read_gguf
     from kvmosaic.model.formats.gguf.weights import quantization_name
 
     header, cache_type = read_gguf(path), cache_type_of(kv_cache_dtype)
+    if header.has_states:
+        raise refused_state(header)
     return ModelFacts(
         name=header.name,
         dtype=quantization_name(header),

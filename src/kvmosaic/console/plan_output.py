@@ -23,7 +23,7 @@ from kvmosaic.console.options import ModelOptions, open_llm
 from kvmosaic.console.prompt_source import PromptSource
 from kvmosaic.console.reuse import MAX_ROWS, Badge, Strip, bars_of
 from kvmosaic.console.text import ends, one_line, shrinking, size_text
-from kvmosaic.errors import InvalidConfig
+from kvmosaic.errors import InvalidConfig, KeepsState
 from kvmosaic.prompt import SegmentKind
 
 if TYPE_CHECKING:
@@ -61,15 +61,19 @@ def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> Capa
     from kvmosaic.model import quiet_libraries
 
     quiet_libraries()
-    name, given = options.config or opening.model, opening.values
+    name, given, model = options.config or opening.model, opening.values, None
     if runs_in_llama(name, given["engine"], given["dtype"], given["kv_cache_dtype"]):
         if options.chunk_codec != "none":
             raise InvalidConfig(
                 f"--chunk-codec {options.chunk_codec} rounds numbers, and chunks of llama.cpp also have positions; "
                 "leave it out, or cache fewer bits by --kv-cache-dtype"
             )
-        model = read_gguf_facts(Path(name).expanduser(), given["kv_cache_dtype"])
-    else:
+        try:
+            model = read_gguf_facts(Path(name).expanduser(), given["kv_cache_dtype"])
+        except KeepsState:  # which transformers then runs
+            if given["engine"] == "llama" or given["kv_cache_dtype"] != "auto":
+                raise
+    if model is None:
         model = _model(name, given["dtype"], is_here=options.device_memory is None)
     return plan_capacity(
         model,

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvmosaic.errors import InvalidConfig, KVMosaicError, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, KeepsState, KVMosaicError, UnsupportedModel
 from kvmosaic.layers import LayerShape
 from kvmosaic.layers.geometry import FULL, MaskSpec
 from kvmosaic.layout import Layout, LayoutAdapter
@@ -171,6 +171,8 @@ def load_llama(
             f"{path.name} ({header.architecture}) has latent attention (MLA), which llama.cpp saves without values; "
             "take engine='transformers', with the folder of the model if it does not read this file"
         )
+    if header.has_states:
+        raise refused_state(header)
     _check_numbers(header)
     file = LlamaFile(path, gpu_layers=gpu_layers, entries=_factors(header, max_positions))
     try:
@@ -237,15 +239,22 @@ def _check_numbers(header: GgufFile) -> None:
             )
 
 
+def refused_state(header: GgufFile) -> KeepsState:
+    """The error for a file whose layers carry a state."""
+    return KeepsState(
+        f"{header.path.name} ({header.architecture}) has layers that carry a state, which llama.cpp keeps for whole "
+        "texts only, so that no document can be cached apart; take engine='transformers', with the folder of the model "
+        "if it does not read this file"
+    )
+
+
 def _check_memory(header: GgufFile, file: LlamaFile) -> None:
     """Refuses models whose memory in llama.cpp has no cells, or cells of another form."""
     name = f"{file.path.name} ({header.architecture})"
     if file.has_encoder:
         raise UnsupportedModel(f"{name} has an encoder; composed prompts are for models that read and write one text")
     if file.is_recurrent:
-        raise UnsupportedModel(
-            f"{name} has recurrent layers, whose state is one for all tokens: documents cannot be cached apart"
-        )
+        raise refused_state(header)
     if kind := _MANY_POSITIONS.get(file.rope_type):
         raise UnsupportedModel(
             f"{name} has several positions per token ({kind}), and llama.cpp cannot move its keys; take "

@@ -79,6 +79,12 @@ class GgufFile:
         """Count of numbers in all tensors."""
         return sum(tensor.num_numbers for tensor in self.tensors)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers carry a state: state space models, linear attention, short convolutions, RWKV."""
+        kinds = tuple(f"{self.architecture}.{kind}." for kind in ("ssm", "shortconv", "wkv", "kda"))
+        return any(key.startswith(kinds) for key in self.metadata)
+
     def stated(self, key: str) -> Any:
         """An entry of the architecture's own metadata, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
