@@ -24,14 +24,14 @@ OUTPUT = ROOT / "docs" / "vllm-models.md"
 
 HEADER = """# Models that compose inside vLLM
 
-Look the architecture of your model up below (`architectures` in its `config.json`), or check it:
+Look up your model below (`architectures` in its `config.json`), or check it:
 
     kvmosaic check path/to/a/model --vllm
 
 Written by `scripts/vllm_models.py` from the registry and the source of vLLM {vllm}, and the default configurations of
-transformers {transformers}; run it again instead of editing. Every worker tests cache, rotation and attention when vLLM
+transformers {transformers}. Every worker tests cache, rotation and attention when vLLM
 starts ([what is exact](vllm.md#what-is-exact)) and can still refuse a model below, with the reason in the log. Tests of
-this project run Llama, Qwen 2 and 3, Gemma 2 and 3, EXAONE 4, DeepSeek V2 (keys and values, and latent),
+this project run Llama, Qwen 2 and 3, Gemma 2 to 4, EXAONE 4, DeepSeek V2 (keys and values, and latent),
 Qwen2-VL, Qwen2.5-VL and Qwen3-VL; the others were not run.
 
 {num_composes} architectures compose, {num_depends} depend on their configuration, {num_not} do not; pooling models and
@@ -43,8 +43,8 @@ language model decides.
 WINDOWS_OF_SOME = "layers with windows: start vLLM with `--disable-hybrid-kv-cache-manager`"
 COMPOSES = f"""
 With the default configuration. "{WINDOWS_OF_SOME[0].upper()}{WINDOWS_OF_SOME[1:]}" also holds for others of this table
-whose configuration has such layers (`sliding_window`, `layer_types`) beside layers without. See
-[models with sliding windows](vllm.md#models-with-sliding-windows).
+whose configuration has [such layers](vllm.md#models-with-sliding-windows) (`sliding_window`, `layer_types`) beside
+others.
 """
 DEPENDS = """
 Where every layer has a window, vLLM frees the tokens that it has left, with any option.
@@ -215,7 +215,8 @@ def windows_of(config: Any) -> str:
 RECURRENT = {"IsHybrid", "HasInnerState", "IsAttentionFree"}
 LANGUAGE_MODEL = {"init_vllm_registered_model", "maybe_get_text_model"}
 WINDOWS = {"per_layer_sliding_window", "sliding_window", "interleaved_sliding_window"}
-SHARED_CACHES = {"kv_sharing_target_layer_name"}
+STARTS = {"Gemma4ForCausalLM": "E2B and E4B do not start so"}
+"""What else decides, as far as models were run."""
 
 
 def verdict(architecture: str, traits: Traits, config_class: Any, *, is_transformers: bool) -> Verdict:
@@ -231,8 +232,6 @@ def verdict(architecture: str, traits: Traits, config_class: Any, *, is_transfor
         )
     if "CrossAttention" in names or "BlockDiffusion" in architecture:
         return Verdict("not", "`encoder`: cross-attention, or attention that is not causal")
-    if SHARED_CACHES.issubset(names) and architecture.startswith(("Gemma3n", "Gemma4", "HYV4")):
-        return Verdict("not", "`cache_groups`: layers with windows, and layers that read the cache of another layer")
     if "get_rope" not in names and not any(name.endswith("RotaryEmbedding") for name in names):
         reason = (
             "a bias by distance (ALiBi)"
@@ -256,7 +255,8 @@ def verdict(architecture: str, traits: Traits, config_class: Any, *, is_transfor
         conditions.append("some layer has no window (`sliding_window`, `layer_types`)")
     if conditions:
         return Verdict("depends", "; ".join(conditions))
-    return Verdict("composes", "; ".join(filter(None, [WINDOWS_OF_SOME * (windows == "some"), _remarks(traits)])))
+    remarks = [WINDOWS_OF_SOME * (windows == "some"), STARTS.get(architecture, ""), _remarks(traits)]
+    return Verdict("composes", "; ".join(filter(None, remarks)))
 
 
 def around(traits: Traits, config_class: Any, text: dict[str, Verdict]) -> Verdict | None:
@@ -318,9 +318,9 @@ def verdicts(folder: Path) -> list[tuple[str, Verdict]]:
     text = dict(found)
     for architecture, place in registry["_MULTIMODAL_MODELS"].items():
         traits, config_class = models.traits(*place), configs.get(architecture)
-        found[architecture] = around(traits, config_class, text) or verdict(
-            architecture, traits, config_class, is_transformers=False
-        )
+        of_its_own = verdict(architecture, traits, config_class, is_transformers=False)
+        is_causal = "BlockDiffusion" not in architecture
+        found[architecture] = (around(traits, config_class, text) if is_causal else None) or of_its_own
     return sorted(found.items(), key=lambda each: each[0].lower())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import WorkerFacts
+from kvmosaic.integrations.vllm.operations import WorkerFacts, block_bytes
 from kvmosaic.integrations.vllm.scheduler.trouble import (
     connectors_trouble,
     engine_trouble,
@@ -98,6 +98,32 @@ def test_returned_experts_are_a_reason_to_compose_nothing(part: str) -> None:
     config = SimpleNamespace(cache_config=cache, parallel_config=SimpleNamespace(), **options)
     found = engine_trouble(config, SimpleNamespace(kv_cache_groups=[group]))
     assert found is not None and found.code == "routed_experts"
+
+
+def test_layers_of_several_sizes_in_one_group_are_judged_by_what_each_of_them_keeps() -> None:
+    def spec(kind: str, **fields: Any) -> Any:
+        return type(kind, (), fields)()
+
+    cache = SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto")
+    model = SimpleNamespace(is_encoder_decoder=False)
+    config = SimpleNamespace(
+        cache_config=cache, parallel_config=SimpleNamespace(), model_config=model, speculative_config=None
+    )
+    full, latent = spec("FullAttentionSpec", sliding_window=9), spec("MLAAttentionSpec")
+    for specs, code in [
+        ([full, full], ""),
+        ([latent, latent], ""),
+        ([full, spec("MambaSpec")], "cache_kind"),
+        ([spec("SlidingWindowSpec", sliding_window=9)] * 2, "cache_kind"),
+    ]:
+        named = {f"layer {number}": each for number, each in enumerate(specs)}
+        of_all = spec("UniformTypeKVCacheSpecs", kv_cache_specs=named, page_size_bytes=700, block_size=16)
+        group = SimpleNamespace(kv_cache_spec=of_all, layer_names=list(named))
+        found = engine_trouble(config, SimpleNamespace(kv_cache_groups=[group]))
+        assert (found.code if found else "") == code
+        assert block_bytes(group) == 700
+    alike = SimpleNamespace(kv_cache_spec=spec("FullAttentionSpec", page_size_bytes=100), layer_names=["a", "b"])
+    assert block_bytes(alike) == 200
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_per_token_head", "nvfp4", "int8"])

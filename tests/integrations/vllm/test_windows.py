@@ -9,7 +9,7 @@ from support.vllm.asking import compose, difference, documents
 from support.vllm.checking import checked
 from support.vllm.faults import places_of
 from support.vllm.in_place import reads, watch_reads
-from support.vllm.models import WINDOWS
+from support.vllm.models import SHARED, WINDOWS
 from support.vllm.own import own_answer
 
 from kvmosaic.integrations.vllm.worker.self_check import check
@@ -67,6 +67,17 @@ def test_documents_read_in_place_are_seen_as_far_as_a_window_goes(reading, own_e
         assert difference(theirs, own_answer(own_engine(name), ask)) < CLOSE
         first = repair if texts else 0  # right after the system text, a document is exact as it is
         assert reading.call(reads) == [[len(chunks[0]) - first, *(len(chunk) - repair for chunk in chunks[1:])]]
+
+
+def test_layers_that_read_the_cache_of_another_layer_see_what_was_moved_for_it(vllm_engine, own_engine):
+    made = vllm_engine(SHARED, environment={"KVMOSAIC_DOCUMENT_READS": "in-place"}, **OPTIONS)
+    for chunks, repair in (([A, B, C], 0), ([C, A, B], 9), ([B], 0)):
+        ask = compose(SYSTEM, chunks, QUESTION, position_strategy="sequential", repair=repair)
+        theirs = made.ask(ask)
+        assert theirs.is_composed, theirs.report
+        assert difference(theirs, own_answer(own_engine(SHARED), ask)) < CLOSE
+        (warning,) = theirs.report["warnings"]
+        assert "layers that read the cache of another layer are not read in place" in warning
 
 
 def test_known_documents_are_not_computed_again(engine):

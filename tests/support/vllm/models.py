@@ -25,8 +25,10 @@ from kvmosaic.assembly import bundled_reader
 from support.weights import randomize
 
 MODELS = ("llama", "qwen3", "deepseek")
-WINDOWS = {"gemma2": 48, "gemma3": 40, "exaone4": 72}
+WINDOWS = {"gemma2": 48, "gemma3": 40, "exaone4": 72, "gemma4": 40}
 """Models of which some layers see the last tokens only, and how many."""
+SHARED = "gemma4_shared"
+"""Another one, whose last two layers read the caches of those before them."""
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
     # vLLM's rotation kernel for CPUs turns tokens by wrong positions where queries come as [T, H, D]; torch's does not.
     # With a latent cache, vLLM's CPUs without AMX have no prefix caching, so keys and values are kept whole.
@@ -78,6 +80,17 @@ _GEMMA: dict[str, Any] = {**_IN_TURNS, "query_pre_attn_scalar": 32, "tie_word_em
 _WINDOWED: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 5.0},
     "gemma3": {**_GEMMA, "model_type": "gemma3_text"},
+    # its layers without a window have larger heads
+    "gemma4": {
+        **{"model_type": "gemma4_text", "global_head_dim": 64, "hidden_size_per_layer_input": 0},
+        **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        **{"num_kv_shared_layers": 0, "tie_word_embeddings": True},
+    },
+    SHARED: {
+        **{"model_type": "gemma4_text", "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+        **{"num_kv_shared_layers": 2, "tie_word_embeddings": True},
+    },
     "exaone4": {**_IN_TURNS, "model_type": "exaone4"},  # its layers without a window have no positions
 }
 _DEEP: dict[str, Any] = {"num_hidden_layers": 12}
@@ -99,7 +112,7 @@ _SHARPNESS = 16.0
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Writes one of `MODELS`, `WINDOWS` or `IMAGE_MODELS`, "qwen2" or "deep", and returns its folder.
+    """Writes one of `MODELS`, `WINDOWS` or `IMAGE_MODELS`, `SHARED`, "qwen2" or "deep", and returns its folder.
 
     "deep" has many layers of sharp attention: its rounding grows from layer to layer as that of trained models does.
     """
@@ -112,8 +125,9 @@ def make_model(name: str, folder: Path) -> Path:
         config = Qwen3Config(**shape, head_dim=32)
     elif name == "qwen2":
         config = Qwen2Config(**{**shape, "num_attention_heads": 2, "num_key_value_heads": 1})
-    elif name in WINDOWS:
-        config = AutoConfig.for_model(**{**shape, **_WINDOWED[name]}, sliding_window=WINDOWS[name], head_dim=32)
+    elif name in _WINDOWED:
+        window = WINDOWS.get(name, 40)
+        config = AutoConfig.for_model(**{**shape, **_WINDOWED[name]}, sliding_window=window, head_dim=32)
     elif name in IMAGE_MODELS:
         return _make_image_model(name, folder)
     else:

@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+
+def layer_specs(group: Any) -> tuple[Any, ...]:
+    """The cache specs of a group's layers: one for all, or one of each where their sizes differ."""
+    by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return (group.kv_cache_spec,) if by_layer is None else tuple(by_layer.values())
+
+
+def block_bytes(group: Any) -> int:
+    """Bytes of a block in all layers of a group."""
+    is_for_all = getattr(group.kv_cache_spec, "kv_cache_specs", None) is None
+    return int(group.kv_cache_spec.page_size_bytes) * (len(group.layer_names) if is_for_all else 1)
 
 
 @dataclass(frozen=True, slots=True)

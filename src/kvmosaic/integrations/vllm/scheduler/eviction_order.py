@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvmosaic.integrations.vllm.operations import block_bytes
 from kvmosaic.integrations.vllm.report_counters import ReportCounters
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore, HashedBlock
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import first_private_block
@@ -36,7 +37,7 @@ class EvictionOrder:
         )
         (group, *_) = kv_cache_config.kv_cache_groups
         self._block_size = int(group.kv_cache_spec.block_size)
-        self._block_bytes = int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        self._block_bytes = block_bytes(group)
         limits = config.scheduler_config
         # each running request may begin a block, and all of them together compute so many tokens
         self._step_blocks = limits.max_num_batched_tokens // self._block_size + 2 * limits.max_num_seqs

@@ -19,6 +19,7 @@ from kvmosaic.integrations.vllm.operations import (
     Operations,
     Store,
     StoredRun,
+    block_bytes,
 )
 from kvmosaic.integrations.vllm.scheduler.block_store import KV_GROUP, BlockStore
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
@@ -150,7 +151,7 @@ class Tiering:
             return None
         (group, *_) = kv_cache_config.kv_cache_groups
         block_size = int(group.kv_cache_spec.block_size)
-        bytes_per_token = group.kv_cache_spec.page_size_bytes * len(group.layer_names) // block_size
+        bytes_per_token = block_bytes(group) // block_size
         return cls(num_workers, block_size, bytes_per_token, parse_bytes(tiers.chunk_staged), find_store)
 
     def on_handshake(self, fingerprints: Mapping[int, str]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import WorkerFacts
+from kvmosaic.integrations.vllm.operations import WorkerFacts, layer_specs
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
 from kvmosaic.layout import IN_FULL, Layout
 from kvmosaic.prompt.companions import likeness_of
@@ -74,19 +74,21 @@ def engine_trouble(config: Any, kv_cache_config: Any) -> Bypass | None:
             "prefix caching is off, and chunks are kept there; start vLLM with --enable-prefix-caching",
         )
     if len(groups) != 1:
-        kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+        kinds = {type(spec).__name__ for group in groups for spec in layer_specs(group)}
         way_out = (
             "sliding windows); start vLLM with --disable-hybrid-kv-cache-manager, and every layer keeps all tokens"
             if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}
             else "sliding windows or recurrent state)"
         )
         return Bypass("cache_groups", f"the model's layers are in {len(groups)} groups of KV cache ({way_out}")
-    kind = type(groups[0].kv_cache_spec).__name__
-    has_windows = bool(getattr(groups[0].kv_cache_spec, "sliding_window", None))
+    specs = layer_specs(groups[0])
+    kinds = {type(spec).__name__ for spec in specs}
+    has_windows = any(getattr(spec, "sliding_window", None) for spec in specs)
     # full attention with a window: a layer that sees the last tokens, and keeps all
-    if kind != "FullAttentionSpec" and (has_windows or kind not in ("MLAAttentionSpec", "AscendMLAAttentionSpec")):
+    if kinds != {"FullAttentionSpec"} and (has_windows or not kinds <= {"MLAAttentionSpec", "AscendMLAAttentionSpec"}):
+        named = ", ".join(sorted(kinds))
         return Bypass(
-            "cache_kind", f"the model's KV cache is of kind {kind}; chunks can be moved in full attention only"
+            "cache_kind", f"the model's KV cache is of kind {named}; chunks can be moved in full attention only"
         )
     if str(cache.cache_dtype) not in CACHE_DTYPES:
         return Bypass(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.operations import Move
+from kvmosaic.integrations.vllm.operations import Move, layer_specs
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, find_key_rotation
 from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
 from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendIndexLayout, with_indexers
@@ -132,7 +132,7 @@ def require_attention(layer_name: str, layer: Any, *, keeps_every_token: bool = 
     reasons = {
         "a window, and a cache without the tokens before it": bool(window_of(layer)) and not keeps_every_token,
         "attention by chunks of positions": getattr(layer, "attention_chunk_size", None) is not None,
-        "the cache of another layer": getattr(layer, "kv_sharing_target_layer_name", None) is not None,
+        "the cache of another layer": bool(_owner(layer)),
         "attention of an encoder": getattr(layer, "attn_type", "decoder") != "decoder",
         "a bias by distance (ALiBi)": getattr(layer.impl, "alibi_slopes", None) is not None,
     }
@@ -176,6 +176,8 @@ class KVLayout:
     device: torch.device
     root: nn.Module
     """The model, called with token ids and positions."""
+    is_shared: bool = False
+    """Whether layers without a cache of their own read that of one of these."""
 
     @classmethod
     def of(cls, vllm_config: Any, kv_caches: Mapping[str, Any], kv_cache_config: Any = None) -> KVLayout:
@@ -200,6 +202,8 @@ class KVLayout:
         for name, layer, kv_cache, indexer in with_indexers(layers, kv_caches):
             if layer is None:
                 raise NotMovable(f"the cache {name} belongs to no attention layer")
+            if _owner(layer) in kv_caches:
+                continue
             require_attention(name, layer, keeps_every_token=_keeps_every_token(kv_cache_config))
             layout: Any
             if indexer is None:
@@ -237,6 +241,7 @@ class KVLayout:
             num_blocks=min(place.layout.num_slots for place in places) // block_size,
             device=first.device if isinstance(first, Tensor) else first[0].device,
             root=root,
+            is_shared=any(_owner(layer) in kv_caches for layer in layers.values()),
         )
 
     def slots(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
@@ -266,6 +271,11 @@ class KVLayout:
         """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
             rotation.require(position)
+
+
+def _owner(layer: Any) -> str:
+    """The name of the layer whose cache a layer reads; empty: it has its own."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) or ""
 
 
 def require_plain_text_positions(root: Any, vocab_size: int) -> None:
@@ -304,7 +314,8 @@ def _keeps_every_token(kv_cache_config: Any) -> bool:
     """Whether no block is freed since a window has left it: vLLM then calls all layers full attention."""
     if kv_cache_config is None:
         return True
-    return all(type(group.kv_cache_spec).__name__ == "FullAttentionSpec" for group in kv_cache_config.kv_cache_groups)
+    specs = (spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group))
+    return all(type(spec).__name__ == "FullAttentionSpec" for spec in specs)
 
 
 def _require_whole_tokens(vllm_config: Any) -> None:

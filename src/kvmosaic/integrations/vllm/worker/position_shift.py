@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.operations import ShiftedTokens
+from kvmosaic.integrations.vllm.operations import ShiftedTokens, layer_specs
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 
 
@@ -125,7 +125,7 @@ def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module, *,
     reasons = {
         f"{len(groups)} groups of layers with blocks of their own": len(groups) != 1,
         "layers with windows count the tokens that they see, not positions": by_vllm
-        and any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups),
+        and any(getattr(spec, "sliding_window", None) for group in groups for spec in layer_specs(group)),
         'full CUDA graphs call no module: start with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'': (
             mode is not None and mode.has_full_cudagraphs()
         ),

@@ -212,6 +212,8 @@ def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentR
     """The reader of all layers, or why there is none; see `DocumentReader` for `is_captured`."""
     if any(place.layout.is_latent for place in places.layers):
         return "a latent cache (MLA) is not read in place"
+    if places.is_shared:
+        return "layers that read the cache of another layer are not read in place"
     implementations = [place.layer.impl for place in places.layers]
     if other := next((impl for impl in implementations if not hasattr(impl, "reader")), None):
         return (
