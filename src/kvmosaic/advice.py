@@ -166,13 +166,13 @@ class _TenantHistory:
         told = []
         found = _ANY_PATTERN.find(text)
         lost["unmarked"] = self._lost_of(found, text, segment, reuse)
-        if len(found) > 1 and self._is_new("unmarked"):
+        if len(found) > 1 and self._say_first("unmarked"):
             told.append(
                 f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}"
             )
         if not found:
             lost["edited_history"] = count = self._lost_of(list(_TOOL_RESULTS.find(text)), text, segment, reuse)
-            if count and self._is_new("edited_history"):
+            if count and self._say_first("edited_history"):
                 told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
         return lost, tuple(told)
 
@@ -185,8 +185,8 @@ class _TenantHistory:
             known += (each.end - each.start) * (is_known and each.start >= place)
         return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
 
-    def _is_new(self, reason: LostReason) -> bool:
-        """Whether no reply has said this at once before."""
+    def _say_first(self, reason: LostReason) -> bool:
+        """Notes that a reply says this at once; returns whether none did before."""
         is_new = reason not in self._told
         self._told.add(reason)
         return is_new

@@ -161,7 +161,7 @@ def test_what_hybrid_models_cannot_do_is_refused_with_the_reason(tmp_path: Any) 
         model = LoadedModel.from_module(build("lfm2"))
     assert "carries a state from token to token" in model.no_window_reason
     assert "carries a state from token to token" in model.no_repair_reason
-    with pytest.raises(InvalidConfig, match="lessons do not compose states"):
+    with pytest.raises(InvalidConfig, match="lessons are composed by attention alone"):
         Trainer(model, None, AdaptSettings(), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match="tiers keep keys and values only; leave out the tiers"):
         LLM(model, tier_config=TierConfig(chunk_tier=(f"file://{tmp_path}",)))

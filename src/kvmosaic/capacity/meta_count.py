@@ -100,10 +100,7 @@ def _layers(module: Any) -> tuple[LayerShape, ...]:
     check_calls(module, calls)
     number_layers(calls)
     sources: dict[tuple[object, ...], int] = {}
-    return tuple(
-        _layer(call, sources.setdefault(_identity(call), call.layer_index), config, int(call.module.layer_idx))  # type: ignore[arg-type]
-        for call in calls
-    )
+    return tuple(_layer(call, sources.setdefault(_identity(call), call.layer_index), config) for call in calls)
 
 
 def _record(module: Any) -> list[AttentionCall]:
@@ -137,9 +134,9 @@ def _calls(module: Any, options: dict[str, Tensor]) -> list[AttentionCall]:
     return calls
 
 
-def _layer(call: AttentionCall, source: int, config: Any, position: int) -> LayerShape:
+def _layer(call: AttentionCall, source: int, config: Any) -> LayerShape:
     query_heads, heads = call.query.shape[1], call.key.shape[1]
-    mask = _mask(call, config, position)
+    mask = _mask(call, config)
     part: Any = call.module
     if source == call.layer_index and query_heads == heads and can_keep_latent(call.module):
         rank, width = part.kv_lora_rank, part.kv_lora_rank + part.qk_rope_head_dim
@@ -151,8 +148,9 @@ def _layer(call: AttentionCall, source: int, config: Any, position: int) -> Laye
     return LayerShape(source, heads, *sizes, False, call.layer_index, query_heads, mask)
 
 
-def _mask(call: AttentionCall, config: Any, position: int) -> MaskSpec:
+def _mask(call: AttentionCall, config: Any) -> MaskSpec:
     """The mask of a layer: what its call says, else what the configuration says of its kind."""
+    position = int(getattr(call.module, "layer_idx", call.layer_index))  # among all layers, as far as it knows
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (position + 1)
     kind, field = _WINDOWS.get(kinds[position], ("window", ""))
     window = call.window or getattr(config, field, None) or 0
