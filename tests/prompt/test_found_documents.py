@@ -13,6 +13,7 @@ from support.target import slowness
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.prompt.found_documents import (
     MAX_FOUND_DOCUMENTS,
+    MAX_SEARCHED_CHARACTERS,
     MIN_FOUND_CHARACTERS,
     DocumentFinder,
     FoundDocument,
@@ -108,6 +109,13 @@ WRITERS = {
     "json": json_list,
 }
 LOOSE = {"context-tags", "headings", "numbered", "json"}
+
+
+def test_texts_that_no_model_reads_are_not_searched() -> None:
+    finder = document_finder(("document-tags",), None)
+    marked = "<document>" + "The ferry goes at noon from the pier. " * 2 + "</document>"
+    assert len(finder.find(marked.ljust(MAX_SEARCHED_CHARACTERS))) == 1
+    assert not finder.find(marked.ljust(MAX_SEARCHED_CHARACTERS + 1))
 
 
 def test_every_pattern_is_tried() -> None:

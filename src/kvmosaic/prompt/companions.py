@@ -141,7 +141,7 @@ def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
     return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
 
 
-def like_one_before(documents: Sequence[tuple[str, TokenIds, bool]]) -> set[int]:
+def like_one_before(documents: Iterable[tuple[str, TokenIds, bool]]) -> set[int]:
     """The numbers of documents that are like one of the few before them, without being the same.
 
     Args:

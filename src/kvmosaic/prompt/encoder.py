@@ -298,10 +298,12 @@ class PromptEncoder:
 
         Another version of a file is read after the first one, and sees it; read apart, they may be mixed up.
         """
-        ends = [
+        if not any(part.found and is_of_agent(part.found) for part in parts):
+            return list(parts)
+        ends = (
             (text := joined(part.pieces), self._ends(text), is_of_agent(part.found)) for part in parts if part.found
-        ]
-        return with_texts(parts, like_one_before(ends) if any(may_be for *_, may_be in ends) else ())
+        )
+        return with_texts(parts, like_one_before(ends))
 
     def _ends(self, text: str) -> tuple[int, ...]:
         """The tokens of a text's ends; of all of it if it is short."""

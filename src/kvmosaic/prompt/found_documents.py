@@ -95,6 +95,8 @@ MAX_FOUND_DOCUMENTS = 256
 """Maximum documents found in one prompt; later ones stay glue. Arranging them takes quadratic time: 50 ms for 256."""
 
 
+MAX_SEARCHED_CHARACTERS = 2**22
+"""Longer texts are not searched: each of a dozen expressions would keep all other threads waiting, 0.2 s for 15 MB."""
 MIN_RESULT_CHARACTERS = 256
 """Minimum length of a tool's result that is a document."""
 MIN_PASTED_CHARACTERS = 1_000
@@ -168,6 +170,8 @@ class DocumentFinder:
             message: the message that it belongs to, if any.
         """
         kept = [] if self.placed is None else list(self.placed.find(text))
+        if len(text) > MAX_SEARCHED_CHARACTERS:
+            return kept
         for search in self.searches:
             kept = _merged(kept, _long_enough(search, text, MIN_FOUND_CHARACTERS))
         if self.pasted is None or message is None:
