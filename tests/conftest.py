@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import signal
@@ -61,6 +62,12 @@ register_profiles(
     suppress_health_check=[HealthCheck.too_slow],
     **({"derandomize": True, "print_blob": True} if os.environ.get("CI") else {}),
 )
+
+
+@pytest.fixture
+def seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started before in this process keeps the messages of kvmosaic to itself."""
+    monkeypatch.setattr(logging.getLogger("kvmosaic"), "propagate", True)
 
 
 @pytest.fixture

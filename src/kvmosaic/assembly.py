@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvmosaic.llama.model import LlamaModel
     from kvmosaic.model import LoadedModel
 
+logger = logging.getLogger("kvmosaic")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -70,8 +72,6 @@ class EngineFacts:
 
 AnyModel: TypeAlias = "LoadedModel | LlamaModel"
 """A model of either engine."""
-logger = logging.getLogger("kvmosaic")
-
 EngineName = Literal["auto", "transformers", "llama"]
 PromptLike = str | Prompt | Sequence[Any] | Mapping[str, Any]
 """A text, a prompt, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
@@ -317,6 +317,11 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, kv_cache_dty
     return False
 
 
+def may_leave_llama(engine: EngineName, kv_cache_dtype: str) -> bool:
+    """Whether a file that llama.cpp refuses may run in transformers: nothing was asked for that only llama.cpp does."""
+    return engine == "auto" and kv_cache_dtype == "auto"
+
+
 def open_model(
     name: str | Path,
     *,
@@ -363,7 +368,7 @@ def open_model(
         try:
             return engine_named("llama.cpp").open_model(name, **settings)
         except KeepsState as error:
-            if engine == "llama" or kv_cache_dtype != "auto":
+            if not may_leave_llama(engine, kv_cache_dtype):
                 raise
             logger.warning("%s: it runs in transformers, dequantized", str(error).partition(",")[0])
     return engine_named("transformers").open_model(bundled_reader() if name == BUNDLED_READER else name, **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,7 @@ from kvmosaic.cli import app
 from kvmosaic.errors import UnsupportedModel
 from kvmosaic.llama.model import load_llama
 
-
-@pytest.fixture(autouse=True)
-def seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started before in this process keeps the messages of kvmosaic to itself."""
-    monkeypatch.setattr(logging.getLogger("kvmosaic"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("seen_by_caplog")
 
 
 @pytest.mark.slow

@@ -29,10 +29,7 @@ from kvmosaic.model.formats.gguf.file import read_gguf
 MESSAGES = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where is the key?"}]
 
 
-@pytest.fixture(autouse=True)
-def seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started before in this process keeps the messages of kvmosaic to itself."""
-    monkeypatch.setattr(logging.getLogger("kvmosaic"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("seen_by_caplog")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.tool_calls import parse_calls
 from support.tool_families import TOOL_FAMILIES, tool, tool_tokenizer
 
 from kvmosaic.errors import InvalidSampling, InvalidTools
 from kvmosaic.sampling import CallGrammar, Detokenizer, GrammarCompiler, SamplingParams, StructuredOutputs, ToolCalling
-from kvmosaic.tools import ToolCall, parse_calls, read_tool_request
+from kvmosaic.tools import ToolCall, read_tool_request
 
 EASY = {
     "city": {"enum": ["Oslo", "Rome"]},

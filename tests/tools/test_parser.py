@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
 from support.examples import examples
+from support.tool_calls import parse_calls
 from support.tool_families import TOOL_FAMILIES, tool
 
 from kvmosaic.tools import (
@@ -21,7 +22,6 @@ from kvmosaic.tools import (
     CallStart,
     ContentText,
     detect_tool_format,
-    parse_calls,
     read_tool_request,
 )
 

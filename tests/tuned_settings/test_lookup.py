@@ -27,10 +27,7 @@ DEFAULTS = ("auto", "companions", DEFAULT_REPAIR)
 MEASURED = ("sequential", "none", "query(0.15)")
 
 
-@pytest.fixture(autouse=True)
-def seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started before in this process keeps the messages of kvmosaic to itself."""
-    monkeypatch.setattr(logging.getLogger("kvmosaic"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("seen_by_caplog")
 
 
 @pytest.fixture(scope="module")

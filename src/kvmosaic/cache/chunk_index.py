@@ -250,12 +250,13 @@ class ChunkIndex:
         If its conversation goes on, it counts as just used for `SPARED_SECONDS`, unless too many of its tenant do.
         """
         assert chunk.ref_count > 0
+        now = self._clock()
         if goes_on and not chunk.is_dropped:
-            now, account = self._clock(), self._accounts[chunk.tenant]
+            account = self._accounts[chunk.tenant]
             account.spare(chunk, now, now + SPARED_SECONDS, int(self._room(account) * _MAX_SPARED_SHARE))
         self.pool.release(chunk.block_ids)
         chunk.ref_count -= 1
-        chunk.last_used = self._clock()
+        chunk.last_used = now
         if chunk in self._leaving and chunk.ref_count == 0:
             self._leaving.discard(chunk)
             self._free(chunk)

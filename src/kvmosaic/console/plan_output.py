@@ -57,7 +57,7 @@ def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand,
 
 def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> CapacityPlan:
     """Reads the configuration of the model, and plans."""
-    from kvmosaic.assembly import runs_in_llama
+    from kvmosaic.assembly import may_leave_llama, runs_in_llama
     from kvmosaic.model import quiet_libraries
 
     quiet_libraries()
@@ -71,7 +71,7 @@ def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> Capa
         try:
             model = read_gguf_facts(Path(name).expanduser(), given["kv_cache_dtype"])
         except KeepsState:  # which transformers then runs
-            if given["engine"] == "llama" or given["kv_cache_dtype"] != "auto":
+            if not may_leave_llama(given["engine"], given["kv_cache_dtype"]):
                 raise
     if model is None:
         model = _model(name, given["dtype"], is_here=options.device_memory is None)

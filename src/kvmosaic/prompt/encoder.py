@@ -49,7 +49,7 @@ MAX_ENDLESS_TOKENS = 2**20
 """Maximum tokens of a question (or plain prompt) processed by a rolling window."""
 
 _PLACEHOLDER_QUESTION = "?"
-_MAX_KNOWN_COMPANIONS = 256
+_MAX_KNOWN = 512
 _END_CHARACTERS = 800
 """Of a document, that are compared: somewhat more than the tokens that count."""
 _EMPTY_LINE = "\n\n"
@@ -91,8 +91,8 @@ class PromptEncoder:
         )
         self._pieces = None if tokenizer is None else PieceTokenizer(tokenizer)
         self._companions = read_companions(self.settings.companions)
-        self._known_companions: dict[str, tuple[int, ...]] = {}
-        """Companions as they are written in a prompt, and their tokens."""
+        self._known: dict[tuple[TextPiece, ...], tuple[int, ...]] = {}
+        """Companions as they are written in a prompt, and ends of an agent's documents; and their tokens."""
         self._tells_tools = tells_tools
         self._is_endless = False
         self._is_joining = False
@@ -307,9 +307,8 @@ class PromptEncoder:
 
     def _ends(self, text: str) -> tuple[int, ...]:
         """The tokens of a text's ends; of all of it if it is short."""
-        assert self._pieces is not None
         ends = [text] if len(text) <= 2 * _END_CHARACTERS else [text[:_END_CHARACTERS], text[-_END_CHARACTERS:]]
-        return tuple(token for end in ends for token in self._pieces.encode([foreign(end)]).token_ids)
+        return tuple(token for end in ends for token in self._remembered([foreign(end)]))
 
     def _encode_found(
         self, conversation: Conversation, parts: Sequence[Part], messages: Any, rule: PreambleRule, salt: str
@@ -413,17 +412,18 @@ class PromptEncoder:
         """Companions for the documents of a prompt; empty for a prompt without, or without a tokenizer."""
         if self._pieces is None or all(segment.kind is not SegmentKind.CHUNK for segment in segments):
             return ()
-        tokens, known = [], self._known_companions
         documents = (segment.text or "" for segment in segments if segment.kind is SegmentKind.CHUNK)
-        for pieces in map(written, self._companions or (paragraph_for(documents),)):
-            text = joined(pieces)
-            token_ids = known.get(text)
-            if token_ids is None:
-                if len(known) >= _MAX_KNOWN_COMPANIONS:
-                    known.clear()
-                token_ids = known[text] = self._pieces.encode(pieces).token_ids
-            tokens.append(token_ids)
-        return tuple(tokens)
+        return tuple(map(self._remembered, map(written, self._companions or (paragraph_for(documents),))))
+
+    def _remembered(self, pieces: Sequence[TextPiece]) -> tuple[int, ...]:
+        """The tokens of a text that many prompts have."""
+        assert self._pieces is not None
+        known, key = self._known, tuple(pieces)
+        if (token_ids := known.get(key)) is None:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            token_ids = known[key] = self._pieces.encode(key).token_ids
+        return token_ids
 
     def _from_pieces(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -71,12 +71,6 @@ class SegmentReuse:
             "miss": self.miss,
             "note": self.note,
         }
-
-    @classmethod
-    def from_reply(cls, row: Mapping[str, Any]) -> SegmentReuse:
-        """Reads a row of `to_reply`."""
-        names = ("kind", "name", "action", "distance", "reused_tokens", "note", "tier")
-        return cls(num_tokens=row["tokens"], milliseconds=row["ms"], **{name: row[name] for name in names})
 
     def __str__(self) -> str:
         label = f"{self.kind} {self.name!r}" if self.name else self.kind

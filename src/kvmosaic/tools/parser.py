@@ -413,11 +413,3 @@ class CallCollector:
     def calls(self) -> tuple[ToolCall, ...]:
         """The calls, in order."""
         return tuple(ToolCall(start.id, start.name, "".join(parts)) for start, parts in self._calls)
-
-
-def parse_calls(parser: CallParser, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The content and the calls of a whole answer."""
-    collector = CallCollector()
-    collector.add(parser.feed(text))
-    collector.add(parser.finish())
-    return collector.content, collector.calls

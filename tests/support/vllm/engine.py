@@ -290,4 +290,10 @@ def _report(said: Any, num_tokens: int) -> ReuseReport:
         reused = min(said.num_cached_tokens or 0, num_tokens)
         action = segment_action(reused, num_tokens, distance=0)
         return ReuseReport((SegmentReuse("plain", num_tokens, action, reused_tokens=reused),))
-    return ReuseReport(tuple(map(SegmentReuse.from_reply, told["segments"])), composition=told["composition"])
+    return ReuseReport(tuple(map(_segment, told["segments"])), composition=told["composition"])
+
+
+def _segment(row: Mapping[str, Any]) -> SegmentReuse:
+    """Reads a row of `SegmentReuse.to_reply`."""
+    names = ("kind", "name", "action", "distance", "reused_tokens", "note", "tier")
+    return SegmentReuse(num_tokens=row["tokens"], milliseconds=row["ms"], **{name: row[name] for name in names})

@@ -12,6 +12,11 @@ def layer_specs(group: Any) -> tuple[Any, ...]:
     return (group.kv_cache_spec,) if by_layer is None else tuple(by_layer.values())
 
 
+def cache_owner(layer: Any) -> str:
+    """The name of the layer whose cache a layer reads; empty: it has its own."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) or ""
+
+
 def block_bytes(group: Any) -> int:
     """Bytes of a block in all layers of a group."""
     is_for_all = getattr(group.kv_cache_spec, "kv_cache_specs", None) is None

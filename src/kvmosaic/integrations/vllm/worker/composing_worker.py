@@ -55,11 +55,6 @@ class ComposingWorker:
         return self._config, self._kv_cache_config
 
     @property
-    def mover(self) -> Mover | None:
-        """Carries out moves; None: this worker cannot."""
-        return self._mover
-
-    @property
     def reader(self) -> DocumentReader | None:
         """Reads documents in place; None: they are copied."""
         return self._reader

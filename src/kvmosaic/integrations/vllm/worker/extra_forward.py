@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.operations import RepairedRun
+from kvmosaic.integrations.vllm.operations import RepairedRun, cache_owner
 from kvmosaic.integrations.vllm.worker.layouts.ascend import is_npu
 
 
@@ -120,7 +120,7 @@ def layer_groups(vllm_config: Any, kv_cache_config: Any, device: torch.device) -
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         # a layer without its own cache reads that of another layer, and is in no group
-        owner = getattr(layer, "kv_sharing_target_layer_name", None) or name
+        owner = cache_owner(layer) or name
         if owner in group.layer_names:
             spec = group.kv_cache_spec if specs is None else specs[owner]
             backend = layer.get_attn_backend()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.operations import Move, layer_specs
+from kvmosaic.integrations.vllm.operations import Move, cache_owner, layer_specs
 from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, find_key_rotation
-from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
-from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendIndexLayout, with_indexers
+from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout, with_indexers
 from kvmosaic.layers.geometry import FULL, MaskSpec
 
 _MAX_CLIMB = 3
@@ -132,7 +131,7 @@ def require_attention(layer_name: str, layer: Any, *, keeps_every_token: bool = 
     reasons = {
         "a window, and a cache without the tokens before it": bool(window_of(layer)) and not keeps_every_token,
         "attention by chunks of positions": getattr(layer, "attention_chunk_size", None) is not None,
-        "the cache of another layer": bool(_owner(layer)),
+        "the cache of another layer": bool(cache_owner(layer)),
         "attention of an encoder": getattr(layer, "attn_type", "decoder") != "decoder",
         "a bias by distance (ALiBi)": getattr(layer.impl, "alibi_slopes", None) is not None,
     }
@@ -202,14 +201,10 @@ class KVLayout:
         for name, layer, kv_cache, indexer in with_indexers(layers, kv_caches):
             if layer is None:
                 raise NotMovable(f"the cache {name} belongs to no attention layer")
-            if _owner(layer) in kv_caches:
+            if cache_owner(layer) in kv_caches:
                 continue
             require_attention(name, layer, keeps_every_token=_keeps_every_token(kv_cache_config))
-            layout: Any
-            if indexer is None:
-                layout = find_layout(name, layer, kv_cache)
-            else:
-                layout = AscendIndexLayout.of(name, indexer, kv_cache)
+            layout: Any = find_layout(name, layer, kv_cache, indexer)
             rotation = None
             rotary = tree.rotary(name, layer)
             if rotary is not None:
@@ -241,7 +236,7 @@ class KVLayout:
             num_blocks=min(place.layout.num_slots for place in places) // block_size,
             device=first.device if isinstance(first, Tensor) else first[0].device,
             root=root,
-            is_shared=any(_owner(layer) in kv_caches for layer in layers.values()),
+            is_shared=any(cache_owner(layer) in kv_caches for layer in layers.values()),
         )
 
     def slots(self, blocks: Sequence[int], start: int, num_tokens: int) -> Tensor:
@@ -271,11 +266,6 @@ class KVLayout:
         """Raises `PromptTooLong` if the table of some layer has no such position."""
         for rotation in {place.rotation for place in self.layers if place.rotation is not None}:
             rotation.require(position)
-
-
-def _owner(layer: Any) -> str:
-    """The name of the layer whose cache a layer reads; empty: it has its own."""
-    return getattr(layer, "kv_sharing_target_layer_name", None) or ""
 
 
 def require_plain_text_positions(root: Any, vocab_size: int) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendLatentLayout, AscendLayout
+from kvmosaic.integrations.vllm.worker.layouts.ascend import (
+    AscendIndexLayout,
+    AscendLatentLayout,
+    AscendLayout,
+    with_indexers,
+)
 from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuLayout
 from kvmosaic.integrations.vllm.worker.layouts.layout import KeyValueLayout, require_plain
 from kvmosaic.integrations.vllm.worker.layouts.paged import JoinedLayout, LatentLayout, SeparateLayout, StackedLayout
 
-__all__ = ["LAYOUTS", "KeyValueLayout", "find_layout"]
+__all__ = ["LAYOUTS", "KeyValueLayout", "find_layout", "with_indexers"]
 
 LAYOUTS: tuple[Any, ...] = (
     AscendLayout,
@@ -24,12 +29,14 @@ LAYOUTS: tuple[Any, ...] = (
 """In order of preference: `of(layer_name, layer, kv_cache)` returns None for caches of another layout."""
 
 
-def find_layout(layer_name: str, layer: Any, kv_cache: Any) -> KeyValueLayout:
-    """Finds the layout of an attention layer's cache.
+def find_layout(layer_name: str, layer: Any, kv_cache: Any, indexer: Any = None) -> KeyValueLayout:
+    """Finds the layout of an attention layer's cache; with an indexer, see `with_indexers`, of that of its keys.
 
     Raises:
         NotMovable: no known layout reads this cache, or it must not be moved; the message says why.
     """
+    if indexer is not None:
+        return AscendIndexLayout.of(layer_name, indexer, kv_cache)
     for kind in LAYOUTS:
         try:
             found: KeyValueLayout | None = kind.of(layer_name, layer, kv_cache)
