@@ -1,7 +1,7 @@
 """One tenant floods the server; another one, which asks and reads and asks again, hardly notices.
 
-What is promised in seconds is tested on a clock of its own, in `engine/test_shares.py`; here the CPU time is measured that
-the server spends while the other one waits.
+What is promised in seconds is tested on a clock of its own, in `engine/test_shares.py`; here what is
+measured is the CPU time of the server while the other one waits.
 """
 
 from __future__ import annotations
