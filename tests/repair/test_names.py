@@ -105,6 +105,29 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
 
 
+def test_among_other_documents_only_those_that_are_like_one_before_them_are_read_in_full():
+    others = [
+        "The river Aller rises near Eggenstedt.",
+        "Cheese of the valley ripens for nine weeks in caves, turned by hand each evening.",
+        "Lighthouses were built from the fourth century on.",
+        "A pilot may refuse to fly.",
+    ]
+    documents = [RECORDS[0], *others, RECORDS[1]]
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.chat(messages, params, documents=documents)
+        (chunks, repair) = llm.compose(messages, documents=documents).chunks, output.reuse.repair
+        assert repair is not None and repair.policy == "alike"
+        assert repair.repaired_tokens == repair.computed_tokens == chunks[-1].num_tokens
+        assert "documents that are like one before them are read in full" in output.reuse.composition
+        (again,) = llm.chat(messages, params, documents=documents)
+        assert again.outputs == output.outputs and again.reuse.repair.computed_tokens == 0
+        (moved,) = llm.chat(messages, params, documents=[RECORDS[1], *others[::-1], RECORDS[0]])
+        assert moved.reuse.repair.repaired_tokens == chunks[0].num_tokens
+        (alone,) = llm.chat(messages, params, documents=documents[:3])
+        assert alone.reuse.repair is None and "alike" not in alone.reuse.composition
+
+
 def test_companions_of_their_kind_are_chosen_from_many_and_warming_chooses_the_same():
     others = [
         f"Invoice 2077{number}: customer Holler Glass, amount {number}30 euros, paid by card." for number in range(4)

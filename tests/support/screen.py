@@ -52,13 +52,15 @@ def _axe() -> str:
 
 
 class Screen:
-    """One tab of the browser.
+    """One tab of the browser, which remembers nothing of others.
 
     Whatever a test does, in the end there must be no error in the console and nothing the policy had to stop.
     """
 
     def __init__(self, browser: webdriver.Chrome) -> None:
         self.browser = browser
+        browser.get("about:blank")  # a page that is open may still write what it remembers
+        browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
         browser.get_log("browser")  # what others left there
         self.slow(0)
         self.forgiven: tuple[str, ...] = ()

@@ -226,6 +226,7 @@ def _unseen_before(layout: Layout) -> int:
     return sum(span.num_tokens for span in before if span.is_text)
 
 
+LATER_IN_FULL = "documents that are like one before them are read in full"
 MIXED_UP = "documents are alike, and may be mixed up"
 IN_FULL = "documents are alike, so they are read in full; companions of their kind, or a repair, let them be reused"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -127,7 +127,7 @@ Likeness = Literal["", "apart", "met"]
 _MIN_SHARE, _MIN_PAIRS = 0.36, 8
 _COMPARED = 128
 """Tokens that are compared, at the start and at the end of each document."""
-_NEIGHBOURS = 3
+_NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
 
 
@@ -141,20 +141,19 @@ def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
     return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
 
 
-def like_one_before(documents: Iterable[tuple[str, TokenIds, bool]]) -> set[int]:
-    """The numbers of documents that are like one of the few before them, without being the same.
+def like_one_before(documents: Iterable[tuple[Hashable, TokenIds, bool]]) -> set[int]:
+    """The numbers of documents that are like one of those before them, without being the same.
 
     Args:
-        documents: text, first and last tokens, and whether it may be one of these; none is compared with these.
+        documents: text, first and last tokens, and whether it may be one of these.
     """
     found = set[int]()
-    before = deque[tuple[str, _Form]](maxlen=_NEIGHBOURS)
+    before = deque[tuple[Hashable, _Form]](maxlen=_NEIGHBOURS)
     for number, (text, ids, may_be) in enumerate(documents):
         form = _Form(ids)
         if may_be and any(text != other and form.is_like(known) for other, known in before):
             found.add(number)
-        else:
-            before.append((text, form))
+        before.append((text, form))
     return found
 
 

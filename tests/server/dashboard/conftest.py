@@ -53,5 +53,3 @@ def screen(browser: webdriver.Chrome) -> Iterator[Screen]:
     opened = Screen(browser)
     yield opened
     opened.check_clean()
-    browser.get("about:blank")  # a page that is open may still write what it remembers
-    browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})

@@ -244,7 +244,7 @@ def with_indexers(layers: Mapping[str, Any], caches: Mapping[str, Any]) -> Itera
     """
     indexers = {id(layer): _indexer_of(layer) for layer in layers.values()}
     owners = {id(getattr(indexers[id(layer)], "k_cache", None)): layer for layer in layers.values()}
-    owners.pop(id(None))
+    owners.pop(id(None), None)
     for name, cache in caches.items():
         layer = layers.get(name)
         indexer = indexers.get(id(layer))
