@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.repair import (
+    Alike,
     ChunkSignals,
     Combined,
     FirstTokens,
@@ -30,7 +31,7 @@ from kvmosaic.sampling import SamplingParams
 FRACTIONS = st.floats(0.001, 1, allow_subnormal=False)
 NUMBERS = st.floats(0.01, 100, allow_subnormal=False)
 POLICIES = st.one_of(
-    st.sampled_from([NoRepair(), FullRepair(), Names()]),
+    st.sampled_from([NoRepair(), FullRepair(), Names(), Alike()]),
     st.builds(FirstTokens, st.integers(1, 2**20)),
     st.builds(KeyDeviation, FRACTIONS),
     st.builds(QueryAttention, FRACTIONS),
@@ -60,6 +61,7 @@ def chunk_lists(draw):
             draw(st.lists(scores, min_size=length, max_size=length)),
             draw(st.lists(scores, min_size=length, max_size=length)),
             draw(st.lists(st.booleans(), min_size=length, max_size=length)),
+            draw(st.booleans()),
         )
         for number, length in enumerate(lengths)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -36,13 +36,12 @@ from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, like_one_before, likeness_of
 from kvmosaic.repair import (
-    ChunkSignals,
+    Alike,
     FullRepair,
     NameFinder,
     Names,
     NoRepair,
     RepairPolicy,
-    Signal,
     repair_policy,
 )
 from kvmosaic.sampling import Period
@@ -140,28 +139,7 @@ class PlacedPrompt:
 
 
 _MAX_LATER = 1 / 3
-"""Share of a prompt's documents up to which those that are like one before them are repaired; else, all are."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LikeOneBefore:
-    """All tokens of the documents that are like one before them: these then see it, as in an ordinary prompt."""
-
-    numbers: frozenset[int]
-    num_tokens: int
-    signals: ClassVar[frozenset[Signal]] = frozenset()
-
-    @classmethod
-    def of(cls, layout: Layout) -> Self:
-        ids = layout.chunk_token_ids
-        numbers = frozenset(like_one_before((tuple(each), each, True) for each in ids))
-        return cls(numbers, sum(len(ids[number]) for number in numbers))
-
-    def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
-        return [range(chunk.num_open) if number in self.numbers else () for number, chunk in enumerate(chunks)]
-
-    def __str__(self) -> str:
-        return "alike"
+"""Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
 
 
 class Placer:
@@ -177,7 +155,7 @@ class Placer:
     ) -> None:
         """Places prompts of at most `max_positions`, for this cache.
 
-        Documents that are alike are read in full where it has room, or those are that are like one before them.
+        Documents that are alike are read in full where it has room for the whole prompt, or are few.
 
         Raises:
             InvalidRepair: the model does not support the repair policy that the settings name.
@@ -250,12 +228,10 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
-        remarks = [LATER_IN_FULL if isinstance(policy, _LikeOneBefore) else MIXED_UP] if likeness == "apart" else []
+        remarks = [LATER_IN_FULL if isinstance(policy, Alike) else MIXED_UP] if likeness == "apart" else []
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
-            if isinstance(policy, _LikeOneBefore):
-                policy = _LikeOneBefore.of(layout)
         planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
         if planned is not None:
             if not planned.is_full:
@@ -290,9 +266,10 @@ class Placer:
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
         if likeness == "apart" and is_free and has_looks and isinstance(usual, NoRepair):
-            later = _LikeOneBefore.of(layout)
-            if later.num_tokens <= _MAX_LATER * sum(chunk.num_tokens for chunk in prompt.chunks):
-                yield later
+            later = like_one_before((each, each, True) for each in layout.chunk_token_ids)
+            lengths = [chunk.num_tokens for chunk in prompt.chunks]
+            if sum(lengths[number] for number in later) <= _MAX_LATER * sum(lengths):
+                yield Alike()
         if likeness == "apart" and is_free and prompt.num_tokens < self._max_in_full:
             yield FullRepair()
         if likeness and has_looks:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
 from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
+from kvmosaic.prompt.companions import like_one_before
 from kvmosaic.repair import (
     MEASURED,
     ChunkSignals,
@@ -93,6 +94,8 @@ class RequestRepair:
         self.is_measuring = False
         weight = _weight_of(self.policy)
         chunks, open_chunks = self.chunks, set(self.open_chunks)
+        ids = self.layout.chunk_token_ids
+        later = like_one_before((each, each, True) for each in ids) if "alike" in self.policy.signals else ()
         known = [
             ChunkSignals(
                 self.layout.spans[index].num_tokens,
@@ -100,8 +103,9 @@ class RequestRepair:
                 self.deviations.get(index, [0.0] * self.layout.spans[index].num_tokens if self.deviations else ()),
                 self.shares[index].tolist() if index in self.shares else (),
                 self.names(self.layout.spans[index].token_ids) if self.names and index in open_chunks else (),
+                number in later,
             )
-            for index in chunks
+            for number, index in enumerate(chunks)
         ]
         try:
             chosen = checked_choice(known, self.policy.choose(known), self.name)

@@ -41,9 +41,9 @@ Capacity = Annotated[
     str, typer.Option(metavar="SIZE", help="Memory for documents, and as much again for answers, per context.")
 ]
 TASKS_HELP = (
-    "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), similar-long, and "
-    "similar-de, -es, -fr, -ru, -zh, parted by commas. Default: {} (for the bundled reader without similar); none "
-    "with --data or --questions."
+    "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), similar-among, "
+    "similar-long, and similar-de, -es, -fr, -ru, -zh, parted by commas. Default: {} (for the bundled reader without "
+    "similar); none with --data or --questions."
 )
 CASES_HELP = "Questions of each task, and at most of each file. Default: {}; all of a file."
 _LOADING = "dtype device num_threads engine kv_cache_dtype"

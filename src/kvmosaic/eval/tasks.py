@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -90,6 +90,8 @@ class Similar:
     documents: int | None = None
     language: str = "en"
     is_long: bool = False
+    is_among: bool = False
+    """Whether three documents of other kinds are between any two records."""
 
     def __post_init__(self) -> None:
         if self.documents is not None:
@@ -97,16 +99,22 @@ class Similar:
 
     @property
     def _name(self) -> str:
+        if self.is_among:
+            return "similar-among"
         return "similar" + ("-long" if self.is_long else f"-{self.language}" if self.language != "en" else "")
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """See `Task.cases`."""
         check_draw(seed, count)
         chance = Random(f"{self._name} {seed}")  # noqa: S311 - a draw that can be repeated, and no secret
-        return [self._case(chance, f"{self}:{seed}:{number}", number) for number in range(count)]
+        cases = [self._case(chance, f"{self}:{seed}:{number}", number) for number in range(count)]
+        if not self.is_among:
+            return cases
+        others = iter(OneHop(_NUM_BETWEEN).cases(seed, sum(len(case.documents) - 1 for case in cases)))
+        return [_among(case, others) for case in cases]
 
     def _case(self, chance: Random, case_id: str, number: int) -> Case:
-        count = self.documents or chance.randint(3, MAX_RECORDS if self.is_long else 6)
+        count = self.documents or (3 if self.is_among else chance.randint(3, MAX_RECORDS if self.is_long else 6))
         num_more = chance.randint(3, 5) if self.is_long else chance.randint(0, 1)
         drawn = similar_records(chance, self.language, count, num_more, 2 if number % 4 == 3 else 1)
         documents = tuple(Document(record) for record in drawn.records)
@@ -120,6 +128,18 @@ class Similar:
 
     def __str__(self) -> str:
         return f"{self._name}({self.documents})" if self.documents else self._name
+
+
+_NUM_BETWEEN = 3
+
+
+def _among(case: Case, others: Iterator[Case]) -> Case:
+    """A case with the documents of the next ones between its own, and without companions of one kind."""
+    documents = [*case.documents[:1]]
+    for record in case.documents[1:]:
+        documents += [*next(others).documents, record]
+    needs = tuple(number * (_NUM_BETWEEN + 1) for number in case.needs)
+    return replace(case, documents=tuple(documents), needs=needs, companions=())
 
 
 _ONE_HOP_DOCUMENTS, _MAX_ONE_HOP_DOCUMENTS = 6, 64
@@ -268,13 +288,13 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "long": Long,
     }
     | {f"similar-{language}": partial(Similar, language=language) for language in LANGUAGES[1:]}
-    | {"similar-long": partial(Similar, is_long=True)}
+    | {"similar-long": partial(Similar, is_long=True), "similar-among": partial(Similar, is_among=True)}
 )
 USUAL_TASKS = ("similar", "one-hop", "two-hop", "story", "order", "needle", "long")
 """The default."""
 FORMS = (
     "similar(documents), one-hop(documents), two-hop, story, order, needle(documents), long(tokens), "
-    f"similar-long(documents), similar-({'|'.join(LANGUAGES[1:])})(documents)"
+    f"similar-long(documents), similar-among(documents), similar-({'|'.join(LANGUAGES[1:])})(documents)"
 )
 _UNSIZED = (TwoHop, Story, Order)
 _FORM = re.compile(r"([a-z-]+)(?:\(\s*([0-9]{1,9})\s*\))?")

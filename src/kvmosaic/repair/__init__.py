@@ -4,6 +4,7 @@ from kvmosaic.repair.policy import (
     DEFAULT_REPAIR,
     FORMS,
     MEASURED,
+    Alike,
     ChunkSignals,
     Combined,
     FirstTokens,

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol, SupportsIndex, get_args, ru
 from kvmosaic.errors import InvalidRepair
 
 _ROUNDING = 1e-6
-Signal = Literal["deviation", "attention", "names"]
+Signal = Literal["deviation", "attention", "names", "alike"]
 MEASURED: frozenset[Signal] = frozenset({"deviation", "attention"})
 """Signals that are measured by running the model."""
 _DEVIATION_PART = 0.5
@@ -46,6 +46,8 @@ class ChunkSignals:
     the later half of the layers. Empty unless requested."""
     names: Sequence[bool] = ()
     """By token: whether it belongs to a word with a digit or a capital letter. Empty unless requested."""
+    is_like_one_before: bool = False
+    """Whether it is like one of the chunks before it, and another text. False unless requested."""
 
     @property
     def num_open(self) -> int:
@@ -55,7 +57,7 @@ class ChunkSignals:
 
 @runtime_checkable
 class RepairPolicy(Protocol):
-    """Protocol of a repair policy; `kvmosaic.repair` has eight implementations, and others may be passed."""
+    """Protocol of a repair policy; `kvmosaic.repair` has nine implementations, and others may be passed."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -128,6 +130,20 @@ class Names:
 
     def __str__(self) -> str:
         return "names"
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """All tokens of the chunks that are like one before them: these see it, as in an ordinary prompt."""
+
+    signals: ClassVar[frozenset[Signal]] = frozenset({"alike"})
+
+    def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
+        """See `RepairPolicy.choose`."""
+        return [range(chunk.num_open * chunk.is_like_one_before) for chunk in chunks]
+
+    def __str__(self) -> str:
+        return "alike"
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +361,10 @@ class NameFinder:
 
 DEFAULT_REPAIR = "first(8)"
 MAX_POLICY_CHARACTERS = 100
-FORMS = "none, first(k), names, deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), full"
+FORMS = (
+    "none, first(k), names, alike, deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), "
+    "full"
+)
 _SIGNALS = frozenset(get_args(Signal))
 _FORM = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyType(
@@ -353,6 +372,7 @@ _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyT
         "none": (NoRepair, 0),
         "first": (FirstTokens, 1),
         "names": (Names, 0),
+        "alike": (Alike, 0),
         "deviation": (KeyDeviation, 1),
         "query": (QueryAttention, 1),
         "combined": (Combined, 1),
