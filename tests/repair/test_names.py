@@ -85,8 +85,7 @@ COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact
             "exact: documents are alike, so they are read in full",
         ),
         (RECORDS, {"companions": COMPANIONS}, "names", ""),
-        (RECORDS[:1] * 2, {}, "none", ""),
-        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "none", ""),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1] * 2], {}, "none", ""),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {"chunk_context": "system"}, "first(8)", ""),
     ],
 )
@@ -124,8 +123,6 @@ def test_among_other_documents_only_those_that_are_like_one_before_them_are_read
         assert again.outputs == output.outputs and again.reuse.repair.computed_tokens == 0
         (moved,) = llm.chat(messages, params, documents=[RECORDS[1], *others[::-1], RECORDS[0]])
         assert moved.reuse.repair.repaired_tokens == chunks[0].num_tokens
-        (alone,) = llm.chat(messages, params, documents=documents[:3])
-        assert alone.reuse.repair is None and "alike" not in alone.reuse.composition
 
 
 def test_companions_of_their_kind_are_chosen_from_many_and_warming_chooses_the_same():
