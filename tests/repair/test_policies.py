@@ -218,7 +218,7 @@ class Silent(Wanting):
     [
         (
             Wanting(frozenset({"gradient"})),
-            "Wanting asks for the signals 'gradient'; there are attention, deviation, names",
+            "Wanting asks for the signals 'gradient'; there are alike, attention, deviation, names",
         ),
         (Wanting(None), "no text or no set of signals"),
         (Wanting([["attention"]]), "no text or no set of signals"),
