@@ -35,15 +35,7 @@ from kvmosaic.layout import (
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, like_one_before, likeness_of
-from kvmosaic.repair import (
-    Alike,
-    FullRepair,
-    NameFinder,
-    Names,
-    NoRepair,
-    RepairPolicy,
-    repair_policy,
-)
+from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
 if TYPE_CHECKING:
@@ -265,13 +257,11 @@ class Placer:
         is_free = not has_window and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
-        if likeness == "apart" and is_free and has_looks and isinstance(usual, NoRepair):
-            later = like_one_before((each, each, True) for each in layout.chunk_token_ids)
-            lengths = [chunk.num_tokens for chunk in prompt.chunks]
-            if sum(lengths[number] for number in later) <= _MAX_LATER * sum(lengths):
+        if likeness == "apart" and is_free:
+            if has_looks and isinstance(usual, NoRepair) and _few_are_like_one_before(layout):
                 yield Alike()
-        if likeness == "apart" and is_free and prompt.num_tokens < self._max_in_full:
-            yield FullRepair()
+            if prompt.num_tokens < self._max_in_full:
+                yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:
@@ -323,6 +313,11 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
+
+
+def _few_are_like_one_before(layout: Layout) -> bool:
+    ids = layout.chunk_token_ids
+    return sum(len(ids[number]) for number in like_one_before(ids)) <= _MAX_LATER * sum(map(len, ids))
 
 
 def _likeness_of(layout: Layout) -> Likeness:

@@ -94,8 +94,7 @@ class RequestRepair:
         self.is_measuring = False
         weight = _weight_of(self.policy)
         chunks, open_chunks = self.chunks, set(self.open_chunks)
-        ids = self.layout.chunk_token_ids
-        later = like_one_before((each, each, True) for each in ids) if "alike" in self.policy.signals else ()
+        later = like_one_before(self.layout.chunk_token_ids) if "alike" in self.policy.signals else ()
         known = [
             ChunkSignals(
                 self.layout.spans[index].num_tokens,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -131,30 +131,28 @@ _NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
 
 
-def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
+def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> Iterator[tuple[int, int]]:
     """The numbers of two documents that are alike, in start and end: many of their pairs of tokens are the same.
 
     Records of one kind have 34% to 95% of these pairs in common in six languages (`kvmosaic eval --tasks similar`),
-    paragraphs of one article 0% to 32% (XQuAD), source files of one project 0% to 28%.
+    paragraphs of one article 0% to 32% (XQuAD), source files of one project 0% to 28%. The same text twice, by the
+    texts if they are given, is no such pair.
     """
-    known = [_Form(ids) for ids in documents]
-    return next((near for near in _near(documents) if known[near[0]].is_like(known[near[1]])), None)
+    known, texts, count = [_Form(ids) for ids in documents], texts or documents, len(documents)
+    for first in range(count):
+        for second in range(first + 1, min(first + 1 + _NEIGHBOURS, count)):
+            if texts[first] != texts[second] and known[first].is_like(known[second]):
+                yield first, second
 
 
-def like_one_before(documents: Iterable[tuple[Hashable, TokenIds, bool]]) -> set[int]:
-    """The numbers of documents that are like one of those before them, without being the same.
+def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
+    """The first of `alike_pairs`."""
+    return next(alike_pairs(documents), None)
 
-    Args:
-        documents: text, first and last tokens, and whether it may be one of these.
-    """
-    found = set[int]()
-    before = deque[tuple[Hashable, _Form]](maxlen=_NEIGHBOURS)
-    for number, (text, ids, may_be) in enumerate(documents):
-        form = _Form(ids)
-        if may_be and any(text != other and form.is_like(known) for other, known in before):
-            found.add(number)
-        before.append((text, form))
-    return found
+
+def like_one_before(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> set[int]:
+    """The numbers of documents that are like one before them; see `alike_pairs`."""
+    return {later for _, later in alike_pairs(documents, texts)}
 
 
 def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:
@@ -172,15 +170,6 @@ def likeness_of(documents: Sequence[TokenIds], companions: Iterable[Companion]) 
     if pair is None:
         return ""
     return "met" if any(alike_companions([documents[pair[0]]], companions)) else "apart"
-
-
-def _near(documents: Sequence[TokenIds]) -> Iterator[tuple[int, int]]:
-    """Pairs of documents that are near each other and are not the same."""
-    count = len(documents)
-    for first in range(count):
-        for second in range(first + 1, min(first + 1 + _NEIGHBOURS, count)):
-            if documents[first] != documents[second]:
-                yield first, second
 
 
 class _Form:

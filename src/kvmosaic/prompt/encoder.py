@@ -298,12 +298,12 @@ class PromptEncoder:
 
         Another version of a file is read after the first one, and sees it; read apart, they may be mixed up.
         """
-        if not any(part.found and is_of_agent(part.found) for part in parts):
+        is_result = [is_of_agent(part.found) for part in parts if part.found]
+        if not any(is_result):
             return list(parts)
-        ends = (
-            (text := joined(part.pieces), self._ends(text), is_of_agent(part.found)) for part in parts if part.found
-        )
-        return with_texts(parts, like_one_before(ends))
+        texts = [joined(part.pieces) for part in parts if part.found]
+        later = like_one_before([self._ends(text) for text in texts], texts)
+        return with_texts(parts, {number for number in later if is_result[number]})
 
     def _ends(self, text: str) -> tuple[int, ...]:
         """The tokens of a text's ends; of all of it if it is short."""
