@@ -137,6 +137,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/python scripts/check_words.py
 	$(BIN)/python scripts/check_weight.py
 	$(BIN)/python scripts/test_times.py --check
+	$(BIN)/python -m pytest -q --no-header tests/test_mutants.py
 
 load: $(VENV)/.installed-dev $(LOAD_VENV)/.installed
 	$(BIN)/python benchmarks/load.py
