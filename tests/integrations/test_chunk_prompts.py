@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import first_private_block, recomputed_runs, take_apart
+from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
+    first_private_block,
+    recomputed_runs,
+    repaired_runs,
+    take_apart,
+)
 from kvmosaic.layout import Layout
 
 COMPOSITIONS = st.builds(
@@ -51,6 +56,20 @@ def test_pieces_and_recomputed_texts_cover_the_prompt_in_order_and_hold_its_toke
         assert list(held) == tokens[piece.start : piece.stop]
         assert piece.offset + piece.stop - piece.start <= prompts[piece.prompt].num_tokens
     assert {piece.prompt for piece in pieces} == set(range(len(prompts)))
+
+
+@given(COMPOSITIONS, SIZES, st.data())
+def test_a_chunk_that_is_repaired_as_a_whole_has_no_piece_unless_positions_are_shared(
+    composition: Composition, block_size: int, data: st.DataObject
+) -> None:
+    whole = data.draw(st.sets(st.sampled_from(range(len(composition.chunks)))))
+    repair = tuple((0, length) if number in whole else () for number, length in enumerate(composition.chunks))
+    layout, _ = laid_out(composition)
+    prompts, pieces = take_apart(layout, block_size, repair)
+    assert {piece.prompt for piece in pieces} == set(range(len(prompts)))
+    _, all_pieces = take_apart(layout, block_size)
+    repaired = {} if layout.rules.overlaps else repaired_runs(layout, repair)
+    assert [piece.span for piece in pieces] == [piece.span for piece in all_pieces if piece.span not in repaired]
 
 
 @given(COMPOSITIONS, SIZES)

@@ -16,6 +16,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     request_trouble,
     why_copied,
     why_not_repaired,
+    with_default_repair,
 )
 
 READS = WorkerFacts(can_read_in_place=True)
@@ -55,6 +56,28 @@ def test_documents_that_are_alike_are_not_composed_unless_a_repair_is_set(leaves
     )
     found = request_trouble(request, composition, layout, [ABLE], in_place=False)
     assert (found.code if found else "") == ("alike" if leaves_repair_open else "")
+
+
+KIND = range(100, 130)
+
+
+@pytest.mark.parametrize(
+    ("composition", "facts", "repair"),
+    [
+        (Composition(0, (30, 30, 30), leaves_repair_open=True), [ABLE], ((), (), (0, 30))),
+        (Composition(0, (30, 30, 30), leaves_repair_open=True), [WorkerFacts()], 0),
+        (Composition(0, (30, 30, 30), "shared", leaves_repair_open=True), [ABLE], 0),
+        (Composition(0, (30, 29, 30), leaves_repair_open=True), [ABLE], 0),  # they are more than a third
+        (Composition(0, (30, 30, 30), repair=8, leaves_repair_open=True), [ABLE], 8),
+        (Composition(0, (30, 30, 30)), [ABLE], 0),
+    ],
+)
+def test_few_documents_that_are_like_one_before_them_are_read_in_full(
+    composition: Composition, facts: list[WorkerFacts], repair: object
+) -> None:
+    layout = composition.layout([*KIND, *range(composition.chunks[1]), 3, *KIND[1:], 7])
+    found = with_default_repair(composition, layout, facts)
+    assert found.repair == repair and found.leaves_repair_open == (composition.leaves_repair_open and repair in (0, 8))
 
 
 OURS = SimpleNamespace(kv_connector="kvmosaic", kv_connector_extra_config={})

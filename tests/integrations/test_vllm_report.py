@@ -57,6 +57,10 @@ def test_documents_are_compared_unless_they_are_known_to_differ() -> None:
     for is_apart in (False, True):
         told = ComposedReport(layout, 0, (CACHED, CACHED), is_apart=is_apart).to_json()
         assert ("may be mixed up" in told["composition"]) != is_apart
+    for runs, remark in ((((), (0, 12)), "like one before them are read in full"), (((), (0, 11)), "may be mixed up")):
+        told = ComposedReport(layout, runs, (CACHED, ChunkOutcome("computed"))).to_json()
+        assert remark in told["composition"]
+        assert told["documents"][1]["reused_tokens"] == 0
 
 
 def test_repaired_tokens_count_as_computed() -> None:

@@ -34,7 +34,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
-from kvmosaic.prompt.companions import Likeness, like_one_before, likeness_of
+from kvmosaic.prompt.companions import Likeness, few_like_one_before, likeness_of
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -128,10 +128,6 @@ class PlacedPrompt:
     """Whether the length of the prompt decided on the strategy."""
     remark: str = ""
     """On its documents, for the report."""
-
-
-_MAX_LATER = 1 / 3
-"""Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
 
 
 class Placer:
@@ -258,7 +254,7 @@ class Placer:
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
         if likeness == "apart" and is_free:
-            if has_looks and isinstance(usual, NoRepair) and _few_are_like_one_before(layout):
+            if has_looks and isinstance(usual, NoRepair) and few_like_one_before(layout.chunk_token_ids):
                 yield Alike()
             if prompt.num_tokens < self._max_in_full:
                 yield FullRepair()
@@ -313,11 +309,6 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
-
-
-def _few_are_like_one_before(layout: Layout) -> bool:
-    ids = layout.chunk_token_ids
-    return sum(len(ids[number]) for number in like_one_before(ids)) <= _MAX_LATER * sum(map(len, ids))
 
 
 def _likeness_of(layout: Layout) -> Likeness:

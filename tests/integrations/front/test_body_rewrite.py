@@ -321,6 +321,16 @@ def test_names_of_documents_that_are_alike_are_repaired_where_they_have_met_othe
         assert [word for word in words if word in ("20882", "Harden", "Blake")] == ["20882", "Harden", "Blake"]
 
 
+def test_documents_that_are_like_one_before_them_can_be_read_in_full() -> None:
+    front = renderer(CHATML)
+    record = "Invoice {}: customer {}, the whole amount was paid by card on the day after it was due."
+    documents = [record.format(20881, "Halden"), DOCUMENTS[0], record.format(20882, "Harden")]
+    found = rewrite(front, "chat", messages=MESSAGES, documents=documents, repair="alike")
+    assert found is not None
+    said = found["kv_transfer_params"]["kvmosaic"]
+    assert said["repair"] == [[], [], [0, said["chunks"][2]]]
+
+
 def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> None:
     ask = {"messages": MESSAGES, "documents": DOCUMENTS}
     short, long = (rewrite(renderer(CHATML), "chat", **{**ask, "position_strategy": name}) for name in ("auto", None))

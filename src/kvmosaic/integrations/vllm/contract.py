@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,9 +15,9 @@ from kvmosaic.layout.span import CHUNK_CONTEXT_KEY
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
-from kvmosaic.prompt.companions import NUM_COMPANIONS, likeness_of
+from kvmosaic.prompt.companions import NUM_COMPANIONS, like_one_before, likeness_of
 from kvmosaic.prompt.settings import check_token_ids
-from kvmosaic.repair import FirstTokens, NameFinder, Names, NoRepair, repair_policy
+from kvmosaic.repair import Alike, FirstTokens, NameFinder, Names, NoRepair, repair_policy
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 """Fields of a body that say how its documents are composed."""
@@ -248,9 +248,9 @@ class How:
     position_strategy: str = "auto"
     chunk_context: ChunkContext | None = None
     """None: as the model's configuration says, or companions where documents are one after the other."""
-    repair: int | Literal["names"] | None = None
-    """Tokens of each document that are recomputed with everything before them visible: so many at its start, or words
-    with a digit or a capital letter; None: the default."""
+    repair: int | Literal["names", "alike"] | None = None
+    """Tokens of documents that are recomputed with everything before them visible: so many at the start of each, words
+    with a digit or a capital letter, or all of a document that is like one before it; None: the default."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
@@ -269,8 +269,8 @@ class How:
         return replace(self, **given)
 
 
-def read_repair(value: object) -> int | Literal["names"]:
-    """Parses "names"; and "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
+def read_repair(value: object) -> int | Literal["names", "alike"]:
+    """Parses "names" and "alike"; and "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.
@@ -282,11 +282,13 @@ def read_repair(value: object) -> int | Literal["names"]:
             return 0
         if isinstance(policy, Names):
             return "names"
+        if isinstance(policy, Alike):
+            return "alike"
         if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
             return policy.tokens
     raise InvalidConfig(
-        f'repair is {value!r:.80}; write "none", "names", or "first(16)" for the first 16 tokens of each document, at '
-        f"most {MAX_REPAIR_TOKENS}"
+        f'repair is {value!r:.80}; write "none", "names", "alike", or "first(16)" for the first 16 tokens of each '
+        f"document, at most {MAX_REPAIR_TOKENS}"
     )
 
 
@@ -381,18 +383,25 @@ def _texts(prompt: Prompt) -> tuple[int, ...]:
 def _repair_of(
     documents: Sequence[Sequence[int]],
     companions: Sequence[tuple[int, ...]],
-    said: int | Literal["names"] | None,
+    said: int | Literal["names", "alike"] | None,
     finder: NameFinder | None,
 ) -> Repair | None:
     """The repaired tokens of these documents; None: the engine decides."""
     if isinstance(said, int) or (said is None and (finder is None or not companions)):
         return said
+    if said == "alike":
+        return runs_of_whole(documents, like_one_before(documents))
     if finder is None:
         raise InvalidConfig("repair is 'names', and this model has no tokenizer to find them by; choose 'first(16)'")
     if not said and likeness_of(documents, companions) != "met":
         return None
     runs = tuple(_runs_of(finder(each)) for each in documents)
     return None if not said and sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS else runs
+
+
+def runs_of_whole(documents: Sequence[Sequence[int]], chosen: Collection[int]) -> Repair:
+    """All tokens of the documents of these numbers."""
+    return tuple((0, len(each)) if number in chosen else () for number, each in enumerate(documents))
 
 
 def _runs_of(chosen: Sequence[bool]) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from kvmosaic.integrations.vllm.contract import FIELD, Repair
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks, repaired_runs
-from kvmosaic.layout import MIXED_UP, Layout, Span, composition_of
-from kvmosaic.prompt.companions import likeness_of
+from kvmosaic.layout import LATER_IN_FULL, MIXED_UP, Layout, Span, composition_of
+from kvmosaic.prompt.companions import like_one_before, likeness_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
 
@@ -178,12 +178,25 @@ class ComposedReport:
         """Describes what the prompt computed: exact attention, or which approximation."""
         if not self.is_composed:
             return "exact"
-        likeness = "" if self.is_apart else likeness_of(self.layout.chunk_token_ids, self.layout.companions)
-        meaning = composition_of(self.layout, self.max_positions, remark=MIXED_UP if likeness == "apart" else "")
-        if self.repair:
+        remark = self._remark()
+        meaning = composition_of(self.layout, self.max_positions, remark=remark)
+        if self.repair and remark != LATER_IN_FULL:
             what = f"the first {self.repair} tokens" if isinstance(self.repair, int) else "repaired tokens"
             meaning += f"; {what} of each document see everything before them"
         return meaning
+
+    def _remark(self) -> str:
+        """What is said of documents that are alike, and have not met others of their kind."""
+        documents = self.layout.chunk_token_ids
+        if self.is_apart or likeness_of(documents, self.layout.companions) != "apart":
+            return ""
+        chunks = [index for index, span in enumerate(self.layout.spans) if span.is_chunk]
+        repaired = repaired_runs(self.layout, self.repair)
+        later = (
+            sum(map(len, repaired.get(chunks[number], ()))) == len(documents[number])
+            for number in like_one_before(documents)
+        )
+        return LATER_IN_FULL if all(later) else MIXED_UP
 
 
 def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, repaired: Sequence[range]) -> SegmentReuse:

@@ -56,15 +56,22 @@ class PromptPiece:
     """Index of its span in the layout."""
 
 
-def take_apart(layout: Layout, block_size: int) -> tuple[tuple[ChunkPrompt, ...], tuple[PromptPiece, ...]]:
+def take_apart(
+    layout: Layout, block_size: int, repair: Repair = 0
+) -> tuple[tuple[ChunkPrompt, ...], tuple[PromptPiece, ...]]:
     """Splits a composed prompt into chunk prompts and pieces; what they do not cover is recomputed, or the question.
 
-    Chunks of the same tokens share one chunk prompt. The changing rest of a system text has a prompt, too. The system
-    text comes from the first of these prompts that saw it, and has its own prompt if none did.
+    Chunks of the same tokens share one chunk prompt, and one that is repaired as a whole needs none. The changing rest
+    of a system text has a prompt, too. The system text comes from the first of these prompts that saw it, and has its
+    own prompt if none did.
     """
     spans, positions = layout.spans, layout.positions()
+    # in shared positions, repaired tokens are moved to where the question sees them, as parts of their piece
+    repaired = {} if layout.rules.overlaps else repaired_runs(layout, repair)
     sources = [
-        index for index in range(len(spans) - 1) if not has_seen_chunks(layout, index) and spans[index].num_in_prompt
+        index
+        for index, span in enumerate(spans[:-1])
+        if not has_seen_chunks(layout, index) and span.num_in_prompt > sum(map(len, repaired.get(index, ())))
     ]
     has_shared_system = spans[0].segment.kind == "system" and any(spans[index].views for index in sources)
     numbers: dict[ChunkPrompt, int] = {}

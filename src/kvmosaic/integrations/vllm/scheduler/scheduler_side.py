@@ -47,7 +47,7 @@ from kvmosaic.integrations.vllm.scheduler.trouble import (
     reads_in_place,
     request_trouble,
     why_copied,
-    why_not_repaired,
+    with_default_repair,
     workers_trouble,
 )
 from kvmosaic.integrations.vllm.settings import is_composing_required, require_composing
@@ -174,8 +174,7 @@ class SchedulerSide:
         if composition.companions and longest > self._config.model_config.max_model_len:  # they have no room
             composition = composition.without_companions(self._default_repair)
             layout = composition.layout(token_ids)
-        if composition.leaves_repair_open and why_not_repaired(composition, layout, self._facts):
-            composition = replace(composition, repair=0)
+        composition = with_default_repair(composition, layout, self._facts)
         composed = ComposedRequest(request, composition, layout, request._block_hasher)
         self._requests[request.request_id] = composed
         in_place = reads_in_place(request, composition, layout, self._facts, is_alone=self._is_alone)
@@ -229,7 +228,7 @@ class SchedulerSide:
     def _take_apart(self, composed: ComposedRequest, *, in_place: bool) -> None:
         """Computes pieces and hashes of a request, or the reason why there is no room for them."""
         request, size = composed.request, self._block_size
-        composed.prompts, composed.pieces = take_apart(composed.layout, size)
+        composed.prompts, composed.pieces = take_apart(composed.layout, size, composed.composition.repair)
         num_own = request.num_tokens
         plan = None
         if in_place:
