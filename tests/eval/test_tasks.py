@@ -13,7 +13,7 @@ from kvmosaic.eval.case import Case
 from kvmosaic.eval.case_measurement import score_case
 from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
 from kvmosaic.eval.text.documents import Recipe, TextSource
-from kvmosaic.prompt.companions import alike_companions, alike_pair
+from kvmosaic.prompt.companions import alike_companions, like_one_before
 
 NAMES = tuple(TASKS)
 
@@ -89,13 +89,13 @@ def test_records_are_seen_to_be_alike_and_the_bundled_documents_are_not() -> Non
     for name in (name for name in NAMES if name.startswith("similar")):
         for case in task(name).cases(0, 5):
             documents = [ids(document.text) for document in case.documents]
-            assert alike_pair(documents) is not None
+            assert like_one_before(documents)
             assert len(list(alike_companions(documents, map(ids, case.companions)))) == len(case.companions)
     texts = [path.read_text() for path in sorted((bundled_reader().parent / "documents").glob("*.txt"))]
     documents = [ids(text) for text in texts]
-    assert alike_pair(documents) is None and not list(alike_companions(documents[:3], documents[3:]))
-    assert alike_pair([documents[0], documents[0]]) is None, "the same text twice cannot be mixed up"
-    assert alike_pair([]) is None and alike_pair([(), (1,), (1, 2)]) is None
+    assert not like_one_before(documents) and not list(alike_companions(documents[:3], documents[3:]))
+    assert not like_one_before([documents[0], documents[0]]), "the same text twice cannot be mixed up"
+    assert not like_one_before([]) and not like_one_before([(), (1,), (1, 2)])
 
 
 def test_second_document_of_two_hops_does_not_name_what_is_asked() -> None:

@@ -147,11 +147,6 @@ def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> 
                 yield first, second
 
 
-def alike_pair(documents: Sequence[TokenIds]) -> tuple[int, int] | None:
-    """The first of `alike_pairs`."""
-    return next(alike_pairs(documents), None)
-
-
 def like_one_before(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> set[int]:
     """The numbers of documents that are like one before them; see `alike_pairs`."""
     return {later for _, later in alike_pairs(documents, texts)}
@@ -174,7 +169,7 @@ def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Compani
 
 def likeness_of(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Likeness:
     """Whether documents are alike, and have met others of their kind."""
-    pair = alike_pair(documents)
+    pair = next(alike_pairs(documents), None)
     if pair is None:
         return ""
     return "met" if any(alike_companions([documents[pair[0]]], companions)) else "apart"

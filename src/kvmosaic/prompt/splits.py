@@ -14,7 +14,7 @@ from itertools import pairwise
 from zlib import crc32
 
 from kvmosaic.errors import ChunkTooLong
-from kvmosaic.prompt.companions import alike_pair
+from kvmosaic.prompt.companions import alike_pairs
 from kvmosaic.prompt.document import MAX_POSITION
 from kvmosaic.prompt.found_documents import is_of_agent
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, seen_chunks
@@ -68,7 +68,7 @@ def fit_chunks(
                         document=segment.document,
                     )
                 parts = _split(segment, encoded, size, is_in_sections=is_in_sections)
-                if not divides_all and is_in_sections and alike_pair([part.token_ids or () for part in parts]):
+                if not divides_all and is_in_sections and any(alike_pairs([part.token_ids or () for part in parts])):
                     parts = _split(segment, encoded, whole, is_in_sections=False)
                 if segment.num_tokens > max_in_order:
                     parts = tuple(replace(part, document_offset=0) for part in parts)

@@ -13,7 +13,7 @@ from functools import wraps
 from itertools import accumulate
 from typing import Any, Literal
 
-from kvmosaic.integrations.vllm.contract import FIELD, Repair
+from kvmosaic.integrations.vllm.contract import FIELD, Repair, runs_of_whole
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks, repaired_runs
 from kvmosaic.layout import LATER_IN_FULL, MIXED_UP, Layout, Span, composition_of
 from kvmosaic.prompt.companions import like_one_before, likeness_of
@@ -190,13 +190,7 @@ class ComposedReport:
         documents = self.layout.chunk_token_ids
         if self.is_apart or likeness_of(documents, self.layout.companions) != "apart":
             return ""
-        chunks = [index for index, span in enumerate(self.layout.spans) if span.is_chunk]
-        repaired = repaired_runs(self.layout, self.repair)
-        later = (
-            sum(map(len, repaired.get(chunks[number], ()))) == len(documents[number])
-            for number in like_one_before(documents)
-        )
-        return LATER_IN_FULL if all(later) else MIXED_UP
+        return LATER_IN_FULL if self.repair == runs_of_whole(documents, like_one_before(documents)) else MIXED_UP
 
 
 def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, repaired: Sequence[range]) -> SegmentReuse:
