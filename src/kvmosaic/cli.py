@@ -70,8 +70,6 @@ app = CommandGroup(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
-
 app.add_typer(documents, name="documents")
 app.add_typer(vllm, name="vllm")
 
