@@ -34,7 +34,7 @@ from kvmosaic.tuned_settings import PROFILE_NAME
 if TYPE_CHECKING:
     from kvmosaic.attention import AttentionBackend
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
-    from kvmosaic.engine.model_runner import EngineModel, SlotStorage, StepRunner
+    from kvmosaic.engine.model_runner import EngineModel, StepRunner
     from kvmosaic.llama.model import LlamaModel
     from kvmosaic.model import LoadedModel
 
@@ -419,13 +419,9 @@ def build_engine(
     runner = engine.build_runner(model, num_blocks, config.block_size, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
-        if model.map_bytes:
-            raise InvalidConfig(
-                "this model has layers with a state, and tiers keep keys and values only; leave out the tiers"
-            )
         if tier_config.chunk_codec != "none" and (reason := engine.no_codec_reason):
             raise InvalidConfig(f"chunk_codec={tier_config.chunk_codec!r} rounds numbers, and {reason}")
-        offloader = _build_offloader(model, runner.storages["chunk_cache"], kv_cache, tier_config)
+        offloader = _build_offloader(runner, model, kv_cache, tier_config)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
 
 
@@ -512,12 +508,14 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _build_offloader(model: AnyModel, storage: SlotStorage, kv_cache: KVCache, config: TierConfig) -> ChunkOffloader:
+def _build_offloader(runner: StepRunner, model: AnyModel, kv_cache: KVCache, config: TierConfig) -> ChunkOffloader:
     from kvmosaic.engine.chunk_entries import ChunkEntries
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
+    from kvmosaic.engine.model_runner import StateStorage
     from kvmosaic.memory import pinned_bytes
 
-    entries = ChunkEntries(model.fingerprint, storage, config)
+    storage = runner.storages["chunk_cache"]
+    entries = ChunkEntries(model.fingerprint, storage, config, model.map_shapes)
     allocate = pinned_bytes if str(model.device).startswith("cuda") else None
     return ChunkOffloader(
         kv_cache,
@@ -529,4 +527,6 @@ def _build_offloader(model: AnyModel, storage: SlotStorage, kv_cache: KVCache, c
         ),
         entries,
         max_staged_bytes=parse_bytes(config.chunk_staged),
+        states=runner if model.map_bytes and isinstance(runner, StateStorage) else None,
+        state_bytes=model.map_bytes,
     )

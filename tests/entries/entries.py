@@ -11,6 +11,7 @@ import torch
 from kvmosaic.cache.keys import Key, encode_tokens
 from kvmosaic.entries import DecodedEntry, EntryExpectation, EntryHeader, decode_entry, encode_entry
 from kvmosaic.entries.entry import DTYPES, sources
+from kvmosaic.entries.header import StateShape
 from kvmosaic.entries.verification import Checksum
 from kvmosaic.layers import LayerGeometry
 from kvmosaic.memory import ChunkTensors
@@ -20,6 +21,8 @@ LATENT = LayerGeometry(1, 1, 12, 8, True)
 READER = LayerGeometry(0, 2, 8, 6, False)
 LAYERS = (GROUPED, LATENT, READER)
 """Grouped heads, a latent, and a layer that reads the keys of the first one."""
+STATES: tuple[StateShape, ...] = (("bfloat16", (1, 6, 3)), ("float32", (1, 2, 4, 4)), ("float32", (1, 2, 4, 8)))
+"""A tail, M and N."""
 
 
 def header(num_tokens: int = 5, layers: tuple[LayerGeometry, ...] = LAYERS, **changes: object) -> EntryHeader:
@@ -44,20 +47,25 @@ def tensors(header: EntryHeader, seed: int = 0, size: float = 1.0) -> ChunkTenso
     """Random numbers of the right shapes, channels of very different size."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for source in sources(header.layers, header.num_tokens):
+    for source in sources(header):
+        if source.part is not None:
+            numbers = torch.randn(source.part.shape, generator=generator, dtype=torch.float64)
+            made[source.name] = numbers.to(source.part.dtype)
+            continue
         channels = torch.rand(source.shape[1:], generator=generator) * 8 + torch.randn(1, generator=generator)
         numbers = torch.randn(source.shape, generator=generator, dtype=torch.float64) * channels * size
         made[source.name] = numbers.to(DTYPES[header.dtype])
-    return [
+    layers = [
         (made[f"layers.{index}.key"], made.get(f"layers.{index}.value"))
         for index in range(len(header.layers))
         if f"layers.{index}.key" in made
     ]
+    return [*layers, *((made[f"states.{number}"], None) for number in range(len(header.states)))]
 
 
 def expectation(header: EntryHeader, **changes: object) -> EntryExpectation:
     """What a reader of this chunk expects."""
-    names = ("fingerprint", "key", "root", "start", "tokens", "layers", "dtype", "codec")
+    names = ("fingerprint", "key", "root", "start", "tokens", "layers", "dtype", "codec", "states")
     return replace(EntryExpectation(**{name: getattr(header, name) for name in names}), **changes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from blake3 import blake3
-from entries.entries import LAYERS, expectation, header, same_bits, stored, tensors
+from entries.entries import LAYERS, STATES, expectation, header, same_bits, stored, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -49,7 +49,7 @@ dtypes = st.sampled_from(["float64", "float32", "bfloat16", "float16"])
 
 @given(layers=geometries(), dtype=dtypes, num_tokens=st.integers(1, 130), data=st.data())
 def test_without_a_codec_every_bit_comes_back(layers, dtype, num_tokens, data):
-    head = header(num_tokens, layers, dtype=dtype)
+    head = header(num_tokens, layers, dtype=dtype, states=data.draw(st.sampled_from([(), STATES])))
     chunk = tensors(head, data.draw(st.integers(0, 1000)))
     chunk[0][0].view(-1)[0] = data.draw(st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 1e-45]))
     secret = data.draw(st.sampled_from([None, "secret"]))
@@ -64,9 +64,11 @@ def test_without_a_codec_every_bit_comes_back(layers, dtype, num_tokens, data):
 def test_an_entry_is_within_the_bound_of_its_chunk(layers, codec, num_tokens):
     for dtype in ("bfloat16", "float32"):
         names = [chr(1 + number) * MAX_TEXT for number in range(MAX_NAMES - 1)] + ["\U0001f600" * MAX_TEXT]
-        head = header(num_tokens, layers, dtype=dtype, codec=codec, names=tuple(names), tenant=names[-1])
-        entry = encode_entry(head, tensors(head))
-        assert len(entry) <= EntryBound(layers, dtype).max_bytes(num_tokens)
+        for states in ((), STATES):
+            named = {"names": tuple(names), "tenant": names[-1], "states": states}
+            head = header(num_tokens, layers, dtype=dtype, codec=codec, **named)
+            entry = encode_entry(head, tensors(head))
+            assert len(entry) <= EntryBound(layers, dtype, states).max_bytes(num_tokens)
 
 
 def test_the_bound_of_an_entry_is_near_its_size():
@@ -138,6 +140,7 @@ def test_long_and_strange_names_are_cut_not_refused():
         ({"layers": LAYERS[:2]}, "layers"),
         ({"layers": (LAYERS[0], replace(LAYERS[1], value_dim=7), LAYERS[2])}, "layers"),
         ({"dtype": "bfloat16"}, "dtype 'float32', expected 'bfloat16'"),
+        ({"states": STATES}, "states .* another state"),
     ],
 )
 def test_an_entry_that_is_not_what_was_asked_for_is_foreign(change, message):
@@ -223,6 +226,9 @@ def test_codecs_and_compression_of_earlier_versions_are_foreign(codec, compressi
         {"created": float("inf")},
         {"codec": "int2"},
         {"layers": ()},
+        {"states": (("int8", (1, 2)),)},
+        {"states": (("float32", (1, 0)),)},
+        {"states": (("float32", (1,) * 9),)},
         {"layers": (LayerGeometry(1, 1, 1, 1, False),)},
     ],
 )

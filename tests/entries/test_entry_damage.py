@@ -9,7 +9,7 @@ from contextlib import suppress
 from random import Random
 
 import pytest
-from entries.entries import Stored, same_bits, stored
+from entries.entries import STATES, Stored, same_bits, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
@@ -20,7 +20,7 @@ from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
 from kvmosaic.layers import LayerGeometry
 
 PLAIN, SEALED = stored(), stored(secret="secret")
-ROUNDED = stored(num_tokens=200, codec="int8", dtype="bfloat16")
+ROUNDED = stored(num_tokens=200, codec="int8", dtype="bfloat16", states=STATES)
 ALL = pytest.mark.parametrize("chunk", [PLAIN, SEALED, ROUNDED], ids=["plain", "sealed", "rounded"])
 
 

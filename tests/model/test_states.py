@@ -155,7 +155,6 @@ def test_a_layer_is_its_own_where_no_mixer_is_in_scope() -> None:
 def test_what_hybrid_models_cannot_do_is_refused_with_the_reason(tmp_path: Any) -> None:
     from kvmosaic import ChunkCacheConfig, EngineConfig
     from kvmosaic.adapt.trainer import AdaptSettings, Trainer
-    from kvmosaic.config import TierConfig
 
     with Float64():
         model = LoadedModel.from_module(build("lfm2"))
@@ -163,8 +162,6 @@ def test_what_hybrid_models_cannot_do_is_refused_with_the_reason(tmp_path: Any) 
     assert "carries a state from token to token" in model.no_repair_reason
     with pytest.raises(InvalidConfig, match="lessons are composed by attention alone"):
         Trainer(model, None, AdaptSettings(), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfig, match="tiers keep keys and values only; leave out the tiers"):
-        LLM(model, tier_config=TierConfig(chunk_tier=(f"file://{tmp_path}",)))
     with pytest.raises(InvalidConfig, match=r"a state of this model takes .* give it \d+ MiB or more"):
         LLM(
             model,

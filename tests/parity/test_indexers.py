@@ -8,24 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, answer, build_engine, dense_logits, set_offloader, token_ids
+from support.engines import GREEDY, answer, build_engine, dense_logits, evict_all, set_tier, token_ids
 from support.families import FAMILIES, build
 from support.loaded import loaded_family, random_prompt
 from support.parity import check_cold_and_warm, prompts, settings_of_a_run
-from support.tiers import HandClock, TroubledTier
+from support.tiers import TroubledTier
 
 from kvmosaic.attention.step import best_keys
-from kvmosaic.config import TierConfig
 from kvmosaic.engine import Engine
-from kvmosaic.engine.chunk_entries import ChunkEntries
-from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.errors import InvalidRepair, NotMovable
 from kvmosaic.layers import AttentionCall
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.sampling import SamplingParams
-from kvmosaic.tiers import TieredStore
 
 INDEXED = [name for name, family in FAMILIES.items() if "index_topk" in family.settings and not family.is_refused]
 ONE = "glm_moe_dsa"
@@ -132,17 +128,7 @@ def test_answers_that_fork_and_are_preempted_are_those_of_a_quiet_engine():
 def test_index_keys_come_back_from_sleep_and_from_a_tier():
     model, prompt, tier = loaded_family(ONE), random_prompt(4), TroubledTier()
     engine = build_engine(model)
-    storage = engine.runner.storages["chunk_cache"]
-    offloader = ChunkOffloader(
-        engine.kv_cache,
-        storage,
-        TieredStore([tier], max_pending_bytes=2**20, loading="always", clock=HandClock()),
-        ChunkEntries(model.fingerprint, storage, TierConfig(chunk_codec="none")),
-        max_staged_bytes=2**20,
-        clock=HandClock(),
-    )
-    offloader._compute.estimate = float
-    set_offloader(engine, offloader)
+    offloader = set_tier(engine, tier)
     cold, expected = answer(engine, prompt)
     engine.sleep(1)
     while engine.has_work:
@@ -150,8 +136,7 @@ def test_index_keys_come_back_from_sleep_and_from_a_tier():
     engine.wake()
     _, awake = answer(engine, prompt)
     assert offloader.tiered_store.flush(60)
-    while engine.kv_cache._chunks.evict_one() is not None:
-        pass
+    evict_all(engine)
     request, loaded = answer(engine, prompt)
     assert tier.count("get") and all(segment.computed_tokens == 0 for segment in request.reuse.segments[1:-1])
     for logits in (awake, loaded):

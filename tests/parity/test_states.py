@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import GREEDY, answer, build_engine, dense_logits, token_ids
+from support.engines import GREEDY, answer, build_engine, dense_logits, evict_all, set_tier, token_ids
 from support.families import HYBRIDS, build
 from support.float64 import Float64
 from support.loaded import loaded_hybrid, random_prompt
 from support.parity import check_cold_and_warm, prompts, settings_of_a_run
+from support.tiers import TroubledTier
 
+from kvmosaic import LLM, EngineConfig
+from kvmosaic.config import TierConfig
 from kvmosaic.engine import Engine, Request
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
@@ -196,6 +199,58 @@ def test_states_survive_sleep():
     engine.wake()
     after, _ = answer(engine, prompt, GREEDY)
     assert token_ids(after) == token_ids(before) and num_computed(after) == 1
+
+
+@pytest.mark.parametrize("family", each(tuple(HYBRIDS)))
+def test_documents_come_back_from_a_tier_with_what_they_do_to_a_state(family):
+    model, tier = loaded_hybrid(family), TroubledTier()
+    engine = build_engine(model)
+    offloader = set_tier(engine, tier)
+    cold, expected = answer(engine, asked([], [70, 71, 72]), GREEDY)
+    assert offloader.tiered_store.flush(60)
+    evict_all(engine)
+    later = asked([], [73, 74])
+    request, logits = answer(engine, later, GREEDY)
+    assert tier.count("get") and all(each.computed_tokens == 0 for each in request.reuse.segments[1:-1])
+    assert (logits - dense_logits(model, request.layout, token_ids(request))).abs().max() <= 1e-9
+    assert (expected - dense_logits(model, cold.layout, token_ids(cold))).abs().max() <= 1e-9
+    other = build_engine(model)  # another process
+    set_tier(other, tier)
+    _, again = answer(other, later, GREEDY)
+    assert (again - logits).abs().max() <= 1e-9
+    engine.sleep()
+    engine.wake()
+    _, awake = answer(engine, later, GREEDY)
+    assert (awake - logits).abs().max() <= 1e-9
+
+
+@pytest.mark.slow
+def test_tiers_of_the_settings_keep_states_too(tmp_path):
+    tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",), chunk_loading="always")
+    config, places = EngineConfig(request_cache_size="4MiB"), []
+    for _ in range(2):
+        with LLM(loaded_hybrid("minimax"), engine_config=config, tier_config=tiers) as llm:
+            (output,) = llm.generate(asked([], [70, 71, 72]), GREEDY)
+            places.append(([segment.tier for segment in output.reuse.segments[1:-1]], output.outputs[0].token_ids))
+    (cold, tokens), (warm, again) = places
+    assert set(cold) == {None} and set(warm) == {"object"} and tokens == again
+
+
+@pytest.mark.parametrize("family", ["minimax", "lfm2"])
+def test_states_are_stored_exactly_where_keys_are_rounded(family):
+    model, tier = LoadedModel.from_module(build(family, torch.bfloat16)), TroubledTier()
+    engine = build_engine(model)
+    offloader = set_tier(engine, tier, codec="int8")
+    prompt = asked([], [70, 71, 72])
+    answer(engine, prompt, GREEDY)
+    kept = {each.key: engine.runner.read_state(each.saved_state) for each in engine.kv_cache.chunks()}
+    assert offloader.tiered_store.flush(60)
+    evict_all(engine)
+    request, _ = answer(engine, prompt, GREEDY)
+    assert all(each.computed_tokens == 0 for each in request.reuse.segments[1:-1])
+    for each in engine.kv_cache.chunks():
+        for part, before in zip(engine.runner.read_state(each.saved_state), kept[each.key], strict=True):
+            assert torch.equal(part, before)
 
 
 def test_what_a_document_keeps_beside_its_tokens_is_what_is_counted():

@@ -14,15 +14,19 @@ from torch import Tensor
 from kvmosaic.attention import AttentionBackend
 from kvmosaic.attention.dense import DenseAttention
 from kvmosaic.cache import KVCache
-from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.engine import Engine, Request
+from kvmosaic.engine.chunk_entries import ChunkEntries
 from kvmosaic.engine.chunk_offloader import ChunkOffloader
 from kvmosaic.engine.self_check.composed import DenseStates
+from kvmosaic.entries import CodecName
 from kvmosaic.layout import Layout, dense
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
+from kvmosaic.tiers import Tier, TieredStore
+from support.tiers import HandClock
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -71,6 +75,31 @@ def build_engine(
         max_num_batched_tokens=max_batched_tokens, max_num_seqs=max_running, **(engine_options or {})
     )
     return Engine(runner(model, sizes, config.block_size, backend), kv_cache, config, engine_config, clock=clock)
+
+
+def set_tier(engine: Engine, tier: Tier, codec: CodecName = "none") -> ChunkOffloader:
+    """Gives an unused engine a tier, from which it loads whatever is there."""
+    model, runner = engine.runner.model, engine.runner
+    offloader = ChunkOffloader(
+        engine.kv_cache,
+        runner.storages["chunk_cache"],
+        TieredStore([tier], max_pending_bytes=2**22, loading="always", clock=HandClock()),
+        ChunkEntries(
+            model.fingerprint, runner.storages["chunk_cache"], TierConfig(chunk_codec=codec), model.map_shapes
+        ),
+        max_staged_bytes=2**22,
+        states=runner if model.map_bytes else None,
+        state_bytes=model.map_bytes,
+        clock=HandClock(),
+    )
+    offloader._compute.estimate = float
+    return set_offloader(engine, offloader)
+
+
+def evict_all(engine: Engine) -> None:
+    """Evicts every document that is not in use."""
+    while engine.kv_cache._chunks.evict_one() is not None:
+        pass
 
 
 def set_offloader(engine: Engine, offloader: ChunkOffloader) -> ChunkOffloader:

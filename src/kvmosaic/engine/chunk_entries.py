@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvmosaic.cache import Chunk, SpanPlan
@@ -19,7 +19,8 @@ from kvmosaic.entries import (
     encode_entry,
 )
 from kvmosaic.entries.entry import DTYPES
-from kvmosaic.layers import geometry_of
+from kvmosaic.entries.header import StateShape
+from kvmosaic.layers import geometry_of, stored_layers
 from kvmosaic.tiers import Entry
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ class ChunkSource:
 class ChunkEntries:
     """Serializes the chunks of one model into entries, and decodes entries into chunks."""
 
-    def __init__(self, fingerprint: str, storage: SlotStorage, config: TierConfig) -> None:
-        """Describes the layout of `storage`.
+    def __init__(
+        self, fingerprint: str, storage: SlotStorage, config: TierConfig, states: Sequence[StateShape] = ()
+    ) -> None:
+        """Describes the layout of `storage`, and the tensors that a document's states have beside.
 
         Raises:
             InvalidConfig: the codec does not allow the model's dtype.
@@ -71,7 +74,10 @@ class ChunkEntries:
         self._layers = geometry_of(storage.layers)
         self._dtype = cast(DtypeName, str(storage.dtype).removeprefix("torch."))
         choose_codec(config.chunk_codec, DTYPES[self._dtype])
-        self._bound = EntryBound(self._layers, self._dtype)
+        self._states = tuple(states)
+        self._bound = EntryBound(self._layers, self._dtype, self._states)
+        self.num_layers = len(stored_layers(self._layers))
+        """Layers that store something: their tensors are before those of states."""
         self._config = config
 
     @property
@@ -94,6 +100,7 @@ class ChunkEntries:
             layers=self._layers,
             dtype=self._dtype,
             codec=self._config.chunk_codec,
+            states=self._states,
             names=tuple(chunk.names),
             tenant=chunk.tenant,
             compute_seconds=chunk.compute_ms / 1e3,
@@ -124,6 +131,7 @@ class ChunkEntries:
             layers=self._layers,
             dtype=self._dtype,
             codec=self._config.chunk_codec,
+            states=self._states,
         )
 
         def accept(entry: Entry) -> ChunkSource:

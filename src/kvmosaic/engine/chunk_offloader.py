@@ -20,7 +20,8 @@ from kvmosaic.errors import UnknownChunk
 from kvmosaic.tiers import ComputeCost, Fetch, Rank, TieredStore
 
 if TYPE_CHECKING:
-    from kvmosaic.engine.model_runner import SlotStorage
+    from kvmosaic.engine.model_runner import SlotStorage, StateStorage
+    from kvmosaic.memory import ChunkTensors
 
 
 MAX_KEYS = 1_000_000
@@ -147,6 +148,8 @@ class ChunkOffloader:
         entries: ChunkEntries,
         *,
         max_staged_bytes: int,
+        states: StateStorage | None = None,
+        state_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Registers for the KV cache's evictions.
@@ -158,6 +161,8 @@ class ChunkOffloader:
             entries: serializes chunks.
             max_staged_bytes: max bytes of chunks fetched for waiting requests; beyond that a fetch begins only when
                 its request is next.
+            states: reads and writes what documents do to states, for models with states.
+            state_bytes: of one document.
             clock: the engine's clock.
         """
         self.tiered_store = tiered_store
@@ -166,6 +171,7 @@ class ChunkOffloader:
         self._kv_cache = kv_cache
         self._storage = storage
         self._entries = entries
+        self._states, self._state_bytes = states, state_bytes
         self._max_staged_bytes = max_staged_bytes
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}
@@ -234,7 +240,8 @@ class ChunkOffloader:
         if all(fetch.is_settled(now, last_ended) for fetch in fetches):
             return True
         num_bytes = sum(fetch.num_bytes for fetch in fetches)
-        compute_seconds = self._compute.estimate(num_bytes // self._bytes_per_token)
+        num_tokens = (num_bytes - len(fetches) * self._state_bytes) // self._bytes_per_token
+        compute_seconds = self._compute.estimate(num_tokens)
         return now >= sequence.fetching_since + self.tiered_store.longest_wait(num_bytes, compute_seconds)
 
     def fetched_keys(self, sequence: Sequence) -> set[Key]:
@@ -258,7 +265,10 @@ class ChunkOffloader:
             begin = self._clock()
             try:
                 num_blocks = chunk.num_kept // self._storage.block_size  # shared with another chunk, and complete
-                self._storage.write_chunk(chunk.block_ids[num_blocks:], tensors, first_token=chunk.num_kept)
+                layers, rest = tensors[: self._entries.num_layers], tensors[self._entries.num_layers :]
+                self._storage.write_chunk(chunk.block_ids[num_blocks:], layers, first_token=chunk.num_kept)
+                if self._states is not None:
+                    chunk.saved_state = self._states.write_state(tensor for tensor, _ in rest)
             except Exception:  # recomputing the chunk overwrites its blocks
                 logger.exception("a chunk from the tier %s could not be copied to the device", fetch.tier_name)
                 continue
@@ -359,8 +369,10 @@ class ChunkOffloader:
 
     def _new_bytes(self, sequence: Sequence, missing: dict[Key, SpanPlan]) -> int:
         """Bytes that fetching them adds to the staging area."""
-        new = (span.num_tokens for key, span in missing.items() if key not in self._staged)
-        return sum(new) * self._bytes_per_token
+        return sum(self._bytes_of(span.num_tokens) for key, span in missing.items() if key not in self._staged)
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        return num_tokens * self._bytes_per_token + self._state_bytes
 
     def _copy(self, source: ChunkSource) -> bool:
         try:
@@ -376,7 +388,7 @@ class ChunkOffloader:
     def _fetch(self, span: SpanPlan, start: int, rank: Rank) -> Fetch[ChunkSource] | None:
         staged = self._staged.get(span.key)
         known = None if staged is None else staged.fetch
-        num_bytes = span.num_tokens * self._bytes_per_token
+        num_bytes = self._bytes_of(span.num_tokens)
         accept = self._entries.accept(span, start, self._compute.tell)
         compute_seconds = self._compute.estimate(span.num_to_compute)
         max_bytes = self._entries.max_bytes(span.num_tokens)
@@ -388,13 +400,12 @@ class ChunkOffloader:
         def done(is_stored: bool) -> None:
             chunk.is_stored = is_stored
 
-        num_bytes = chunk.num_tokens * self._bytes_per_token
+        num_bytes = self._bytes_of(chunk.num_tokens)
         if not self.tiered_store.has_room(num_bytes):
             self.tiered_store.note_dropped()
             return
         # without `self`: an unreferenced offloader is garbage collected even with pending writes
-        storage, block_ids, num_tokens = self._storage, tuple(chunk.block_ids), chunk.num_tokens
-        source = self._sources.get(chunk) or ChunkSource(lambda: storage.read_chunk(block_ids, num_tokens))
+        source = self._sources.get(chunk) or ChunkSource(_reading(self._storage, self._states, chunk))
         if volatile and not self._copy(source):
             return
         try:
@@ -413,3 +424,14 @@ class ChunkOffloader:
                 chunk.is_stored = not persistent
         except Exception:
             logger.exception("a chunk could not be stored")
+
+
+def _reading(storage: SlotStorage, states: StateStorage | None, chunk: Chunk) -> Callable[[], ChunkTensors]:
+    """Reads a chunk, later and on any thread; does not keep the chunk itself."""
+    block_ids, num_tokens, saved = tuple(chunk.block_ids), chunk.num_tokens, chunk.saved_state
+
+    def read() -> ChunkTensors:
+        layers = storage.read_chunk(block_ids, num_tokens)
+        return layers if states is None or saved is None else [*layers, *((s, None) for s in states.read_state(saved))]
+
+    return read

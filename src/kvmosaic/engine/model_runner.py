@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvmosaic.attention import PoolName, SpanRows
     from kvmosaic.cache import BlockCopy
+    from kvmosaic.cache.block_table import SavedState
     from kvmosaic.layers import LayerGeometry, LayerShape
     from kvmosaic.layout import Layout, LayoutAdapter
     from kvmosaic.memory import ChunkTensors
@@ -118,6 +119,17 @@ class SlotStorage(Protocol):
 
     def write_chunk(self, block_ids: Sequence[int], chunk: ChunkTensors, *, first_token: int = 0) -> None:
         """Writes a result of `read_chunk`, from some token on, into the first slots of these blocks."""
+
+
+@runtime_checkable
+class StateStorage(Protocol):
+    """What documents do to the state of a model, for models whose layers have one."""
+
+    def read_state(self, state: SavedState) -> list[Tensor]:
+        """The tensors of a saved state, on the CPU, never to be written to."""
+
+    def write_state(self, tensors: Iterable[Tensor]) -> SavedState:
+        """A saved state with copies of a result of `read_state`."""
 
 
 class StepRunner(Protocol):

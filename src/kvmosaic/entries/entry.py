@@ -1,7 +1,7 @@
 """An entry: the serialized form of a chunk in a tier, a valid safetensors file.
 
-    8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer
-    length  | JSON, ends on a multiple of 64 bytes                     | or scales and codes
+    8 bytes | header: checksum, label, metadata, tensor table, padding | keys and values, layer by layer, or scales and
+    length  | JSON, ends on a multiple of 64 bytes                     | codes; of models with states, tensors of these
 
 Nothing is used before the checksum over all bytes is verified, and before model, root, tokens and start match the
 requested ones. Reading allocates no object larger than expected. The payload is the tensors after the header.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
 from kvmosaic.entries.codec import CODECS, Along, Part, Shape, choose_codec
-from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, check_header, to_texts
+from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, StateShape, check_header, to_texts
 from kvmosaic.entries.verification import (
     MAX_PREAMBLE_BYTES,
     NO_DIGEST,
@@ -50,6 +50,7 @@ _WAYS_OUT = {
     "start": "its keys were turned from another position",
     "tokens": "it is another text with the same key: unless it was tampered with, use hash_algorithm 'sha256'",
     "layers": "the layers of the model have another shape",
+    "states": "the layers of the model have another state",
     "dtype": "load the model in the same dtype, or give every dtype its own place",
 }
 __all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]
@@ -106,6 +107,7 @@ class EntryExpectation:
     dtype: DtypeName
     codec: CodecName = "none"
     """Allowed loss: entries stored with this codec, or without any."""
+    states: tuple[StateShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ class DecodedEntry:
 
     header: EntryHeader
     layers: ChunkTensors
-    """Without a codec these are views of the entry: copy them at once, and never write to them."""
+    """As given to `encode_entry`. Without a codec these are views of the entry: copy them at once, and never write to
+    them."""
 
 
 def encode_entry(
@@ -125,7 +128,7 @@ def encode_entry(
     Args:
         header: metadata. `codec` is a request: numbers that no scale can represent are stored uncoded.
         layers: keys [n, G, D] and values [n, G, Dv] (None where they are in the keys) of every layer that stores
-            something, on the CPU; as returned by `BlockStorage.read_chunk`.
+            something, on the CPU, as returned by `BlockStorage.read_chunk`; and each state, and None.
         secret: without it, an entry can be neither made nor changed.
 
     Returns:
@@ -157,15 +160,16 @@ class EntryBound:
     Larger data under a chunk's key is no valid entry, and need not be read.
     """
 
-    def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName) -> None:
+    def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName, states: Sequence[StateShape] = ()) -> None:
         """Bounds for entries with these layers, in this dtype."""
         self._shapes, self._dtype = shape_counts(layers), dtype
-        self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * len(layers)
+        self._state_bytes = sum(source.part.num_bytes for source in _state_sources(states) if source.part)
+        self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * (len(layers) + len(states))
 
     def max_bytes(self, num_tokens: int) -> int:
         """Maximum bytes of an entry of so many tokens, header included."""
         header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
-        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens)
+        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens) + self._state_bytes
         return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
 
 
@@ -204,10 +208,13 @@ def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = 
 
 
 def _check_tensors(header: EntryHeader, tensors: Sequence[Tensor]) -> None:
-    shapes = [source.shape for source in sources(header.layers, header.num_tokens)]
-    assert [tuple(tensor.shape) for tensor in tensors] == shapes, "the tensors are not those of the header's layers"
-    dtype = DTYPES[header.dtype]
-    assert all(tensor.dtype == dtype and tensor.device.type == "cpu" for tensor in tensors)
+    wanted = [
+        (source.shape, DTYPES[header.dtype]) if source.part is None else (source.part.shape, source.part.dtype)
+        for source in sources(header)
+    ]
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    assert found == wanted, "the tensors are not those of the header's layers"
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _check_size(num_bytes: int) -> None:
@@ -243,7 +250,7 @@ def _shown(value: object) -> str:
     return f"{value!r:.80}"
 
 
-DTYPES: dict[DtypeName, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -284,12 +291,24 @@ class ChunkTensor:
     """One tensor of the chunk, before it is encoded."""
 
     name: str
-    shape: Shape
-    along: Along
+    shape: Shape = (0, 0, 0)
+    along: Along = "tokens"
+    part: Part | None = None
+    """Of a state, which no codec changes."""
 
 
-def sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[ChunkTensor]:
-    """The keys and values of all layers that store any."""
+def sources(header: EntryHeader) -> Iterator[ChunkTensor]:
+    """The keys and values of all layers that store any, and the states."""
+    yield from _layer_sources(header.layers, header.num_tokens)
+    yield from _state_sources(header.states)
+
+
+def _state_sources(states: Sequence[StateShape]) -> Iterator[ChunkTensor]:
+    for number, (dtype, shape) in enumerate(states):
+        yield ChunkTensor(f"states.{number}", part=Part("", DTYPES[dtype], shape))
+
+
+def _layer_sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[ChunkTensor]:
     for index, layer in stored_layers(layers):
         key_shape = (num_tokens, layer.num_kv_heads, layer.key_dim)
         yield ChunkTensor(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
@@ -307,8 +326,8 @@ def places_of(header: EntryHeader) -> list[list[PayloadTensor]]:
     codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     found = [
         (number, f"{source.name}.{part.name}".rstrip("."), part)
-        for number, source in enumerate(sources(header.layers, header.num_tokens))
-        for part in codec.parts(source.shape, dtype, source.along)
+        for number, source in enumerate(sources(header))
+        for part in ((source.part,) if source.part else codec.parts(source.shape, dtype, source.along))
     ]
     found.sort(key=lambda item: -item[2].dtype.itemsize)
     places: list[list[PayloadTensor]] = [[] for _ in range(1 + max(number for number, _, _ in found))]
@@ -330,7 +349,7 @@ def shape_counts(layers: Sequence[LayerGeometry]) -> Counter[LayerGeometry]:
 
 def max_payload_bytes(shapes: Counter[LayerGeometry], dtype: DtypeName, num_tokens: int) -> int:
     """Maximum payload bytes of so many tokens, over all codecs; see `shape_counts`."""
-    each = [(source, count) for layer, count in shapes.items() for source in sources((layer,), num_tokens)]
+    each = [(source, count) for layer, count in shapes.items() for source in _layer_sources((layer,), num_tokens)]
     return max(
         sum(
             count * part.num_bytes
@@ -348,9 +367,9 @@ def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 
 def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor) -> bool:
     """Writes the payload to `target` [bytes] uint8; False if the codec cannot represent a number."""
-    codec, tensor_sources = CODECS[header.codec], sources(header.layers, header.num_tokens)
-    for source, tensor, each in zip(tensor_sources, tensors, places_of(header), strict=True):
-        parts = codec.encode(tensor, source.along)
+    codec = CODECS[header.codec]
+    for source, tensor, each in zip(sources(header), tensors, places_of(header), strict=True):
+        parts = (tensor.contiguous(),) if source.part else codec.encode(tensor, source.along)
         if parts is None:
             return False
         for part, place in zip(parts, each, strict=True):
@@ -362,10 +381,14 @@ def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:
     """Inverse of `pack`; without a codec the tensors are views of the payload."""
     codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     tensors = iter(
-        codec.decode(tuple(_tensor(payload, place) for place in each), source.shape, dtype, source.along)
-        for source, each in zip(sources(header.layers, header.num_tokens), places_of(header), strict=True)
+        parts[0] if source.part else codec.decode(parts, source.shape, dtype, source.along)
+        for source, each in zip(sources(header), places_of(header), strict=True)
+        for parts in (tuple(_tensor(payload, place) for place in each),)
     )
-    return [(next(tensors), None if layer.value_in_key else next(tensors)) for _, layer in stored_layers(header.layers)]
+    layers = [
+        (next(tensors), None if layer.value_in_key else next(tensors)) for _, layer in stored_layers(header.layers)
+    ]
+    return [*layers, *((state, None) for state in tensors)]
 
 
 def _tensor(payload: Tensor, place: PayloadTensor) -> Tensor:

@@ -26,6 +26,11 @@ MAX_SECONDS = 1e12
 DtypeName: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 CodecName: TypeAlias = Literal["none", "int8"]
 
+StateShape: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor of a state."""
+MAX_STATES = 8 * MAX_LAYERS
+_MAX_RANK = 8
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _CODECS = ("none", "int8")
 _COMPRESSION = "none"
 """Of the field in which earlier versions said how they had compressed an entry."""
@@ -52,6 +57,8 @@ class EntryHeader:
     dtype: DtypeName
     """Of the pool that it came from; a codec stores another type."""
     codec: CodecName = "none"
+    states: tuple[StateShape, ...] = ()
+    """For models with states: what is kept of the document beside its keys and values, never changed by a codec."""
     names: tuple[str, ...] = ()
     """Its names, latest last; the last `MAX_NAMES` are kept, each cut at `MAX_TEXT` characters."""
     tenant: str = ""
@@ -80,8 +87,9 @@ def check_header(header: EntryHeader) -> None:
         "start": 0 <= header.start <= MAX_START,
         "tokens": 0 < len(header.tokens) <= MAX_TOKENS * TOKEN_BYTES and len(header.tokens) % TOKEN_BYTES == 0,
         "layers": 0 < len(header.layers) <= MAX_LAYERS and _have_sources(header.layers),
-        "dtype": header.dtype in ("float64", "float32", "bfloat16", "float16"),
+        "dtype": header.dtype in _DTYPES,
         "codec": header.codec in _CODECS,
+        "states": len(header.states) <= MAX_STATES and all(map(_is_state, header.states)),
         "compute_seconds": math.isfinite(header.compute_seconds) and 0 <= header.compute_seconds <= MAX_SECONDS,
         "created": math.isfinite(header.created) and 0 <= header.created <= MAX_SECONDS,
     }
@@ -106,6 +114,7 @@ def to_texts(header: EntryHeader) -> dict[str, str]:
         "layers": _compact([layer.numbers for layer in header.layers]),
         "dtype": header.dtype,
         "codec": header.codec,
+        **({"states": _compact(header.states)} if header.states else {}),
         "compression": _COMPRESSION,
         "names": _compact([_cut(name) for name in header.names[-MAX_NAMES:]]),
         "tenant": _cut(header.tenant),
@@ -129,12 +138,12 @@ def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
         )
     values: dict[str, Any] = {}
     for name, read in _READERS.items():
-        text = texts.get(name)
+        text = texts.get(name, "[]" if name == "states" else None)
         try:
             if not isinstance(text, str):
                 raise ValueError("missing")
             values[name] = read(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise DamagedEntry(
                 f"the entry has {name} {text!r:.80}, which cannot be read ({error!s:.80}); "
                 "it is left out and computed again"
@@ -178,6 +187,18 @@ def _layers(text: str) -> tuple[LayerGeometry, ...]:
     return tuple(LayerGeometry.from_numbers(item) for item in items)
 
 
+def _states(text: str) -> tuple[StateShape, ...]:
+    items = json.loads(text)
+    if not isinstance(items, list) or len(items) > MAX_STATES:
+        raise ValueError(f"not a list of at most {MAX_STATES} tensors")
+    return tuple((dtype, tuple(shape)) for dtype, shape in items)
+
+
+def _is_state(state: StateShape) -> bool:
+    dtype, shape = state
+    return dtype in _DTYPES and len(shape) <= _MAX_RANK and all(type(n) is int and 0 < n < 2**31 for n in shape)
+
+
 def _names(text: str) -> tuple[str, ...]:
     items = json.loads(text)
     if not isinstance(items, list) or len(items) > MAX_NAMES or not all(isinstance(item, str) for item in items):
@@ -194,6 +215,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "layers": _layers,
     "dtype": str,
     "codec": str,
+    "states": _states,
     "names": _names,
     "tenant": str,
     "compute_seconds": _real,

@@ -75,6 +75,7 @@ class LlamaModel:
     no_repair_reason = ""
     has_bias = False
     state_bytes = map_bytes = 0
+    map_shapes = ()
     device = "cpu"
     """Where logits are; the weights may be elsewhere."""
     no_window_reason = "llama.cpp keeps one position per token, and a rolling window moves them"

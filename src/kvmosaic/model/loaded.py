@@ -249,6 +249,11 @@ class LoadedModel:
         return sum(layer.num_bytes for layer in self.state_layers)
 
     @property
+    def map_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Dtypes and shapes of what is kept of the states of one document, layer by layer."""
+        return tuple(shape for layer in self.state_layers for shape in layer.map_shapes)
+
+    @property
     def map_bytes(self) -> int:
         """Memory of what is kept of the states of one document, beside its keys and values."""
         return sum(layer.map_bytes for layer in self.state_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -141,6 +141,17 @@ class Runner:
     def _move_states(self, device: torch.device) -> None:
         for state in self._saved_states:
             state.value = [part.to(device) for part in state.value]
+
+    def read_state(self, state: SavedState) -> list[Tensor]:
+        """What is kept of a document's states, on the CPU; nothing changes these tensors."""
+        return [tensor.to("cpu") for part in state.value for tensor in part.tensors()]
+
+    def write_state(self, tensors: Iterable[Tensor]) -> SavedState:
+        """Copies a result of `read_state` to the device."""
+        copies, state = iter([tensor.to(self.model.device, copy=True) for tensor in tensors]), SavedState(has_map=True)
+        state.value = [layer.map_of(copies) for layer in self.model.state_layers]
+        self._saved_states.add(state)
+        return state
 
     def close(self) -> None:
         """Nothing to do: torch frees its memory."""

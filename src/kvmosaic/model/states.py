@@ -100,6 +100,11 @@ class SpanState:
     offset: Tensor | None = None
     """N."""
 
+    def tensors(self) -> list[Tensor]:
+        """Tails, memory, M and N, without what is missing."""
+        tails, others = self.state.tails, (self.state.memory, self.gain, self.offset)
+        return [*(tails[number] for number in sorted(tails)), *(part for part in others if part is not None)]
+
     def to(self, device: torch.device) -> SpanState:
         """The same on another device."""
         tails = {number: tail.to(device) for number, tail in self.state.tails.items()}
@@ -199,6 +204,8 @@ class StateLayer:
     """Of one state."""
     map_bytes: int = field(default=0, repr=False)
     """Of one document: state or offset, and gain."""
+    map_shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False)
+    """Dtype and shape of what is kept of one document: `SpanState.tensors`."""
 
     def run(self, hidden: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """Continues from a state.
@@ -251,6 +258,13 @@ class StateLayer:
             offset = self.applied(gain, before.offset) + offset
             gain = self.applied(gain, before.gain)
         return outputs[:1], SpanState(LayerState(after.tails, None), gain, offset)
+
+    def map_of(self, tensors: Iterator[Tensor]) -> SpanState:
+        """What is kept of one document, of the next ones of these tensors."""
+        assert self.empty is not None, "the layer was tried"
+        tails = {number: next(tensors) for number in sorted(self.empty.tails)}
+        gain, offset = (None, None) if self.kind is None else (next(tensors), next(tensors))
+        return SpanState(LayerState(tails, None), gain, offset)
 
     def applied(self, gain: Tensor, memory: Tensor) -> Tensor:
         """M S; or M of two runs, of which the second is given first."""
@@ -411,7 +425,8 @@ def _try(layer: StateLayer, inputs: Tensor) -> None:
         layer.one_by_one = True
         if end.memory is None or not _continues(layer, inputs, whole, middle):
             raise UnsupportedModel(f"{name} gives other results when it continues from its own state; {WAY_OUT}")
-    layer.num_bytes = layer.map_bytes = end.num_bytes
+    layer.num_bytes = end.num_bytes
+    _know_map(layer, SpanState(end))
 
 
 def _find_maps(layers: Sequence[StateLayer], inputs: Tensor) -> None:
@@ -440,19 +455,26 @@ def _find_maps(layers: Sequence[StateLayer], inputs: Tensor) -> None:
     for layer in layers:
         layer.kind = kind
     if kind == "numbers":
-        gains = [gain for layer in layers for _, gain in _tried(layer, inputs) if bool(gain.abs().max() > _SHOWN)]
+        tried = (kept.gain for layer in layers for _, kept in _tried(layer, inputs))
+        gains = [gain for gain in tried if gain is not None and bool(gain.abs().max() > _SHOWN)]
         within = range(2, len(layers[0].memory_shape) + 1) if gains else ()  # not from head to head
         for layer in layers:
             layer.constant = tuple(
                 each for each in within if all(_is_same(gain.narrow(each, 0, 1), gain) for gain in gains)
             )
     for layer in layers:
-        _, gain = next(_tried(layer, inputs))
-        layer.map_bytes += gain.nbytes
+        _, found = next(_tried(layer, inputs))
+        _know_map(layer, found)
 
 
-def _tried(layer: StateLayer, inputs: Tensor) -> Iterator[tuple[float, Tensor]]:
-    """For some tokens: how far a memory is from what M and N say, and M."""
+def _know_map(layer: StateLayer, kept: SpanState) -> None:
+    tensors = kept.tensors()
+    layer.map_bytes = sum(tensor.nbytes for tensor in tensors)
+    layer.map_shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+
+
+def _tried(layer: StateLayer, inputs: Tensor) -> Iterator[tuple[float, SpanState]]:
+    """For some tokens: how far a memory is from what M and N say, and what is kept of them."""
     empty = layer.zero_memory(inputs.device)
     numbers = torch.randn(empty.shape, generator=torch.Generator().manual_seed(layer.number))
     memory = _SCALE * numbers.to(empty)  # so large that M shows beside N
@@ -461,7 +483,7 @@ def _tried(layer: StateLayer, inputs: Tensor) -> Iterator[tuple[float, Tensor]]:
         wanted = layer.run(token, LayerState(layer.empty.tails, memory).repeated(1))[1].memory
         _, found = layer.run_with_map(token, None, LayerState(layer.empty.tails, empty))
         assert wanted is not None
-        yield _apart(layer.applied(found.gain, memory) + found.offset, wanted), found.gain
+        yield _apart(layer.applied(found.gain, memory) + found.offset, wanted), found
 
 
 def _continues(layer: StateLayer, inputs: Tensor, whole: Tensor, middle: LayerState) -> bool:
