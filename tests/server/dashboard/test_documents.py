@@ -43,6 +43,15 @@ def test_documents_are_warmed_pinned_and_deleted_by_clicking(server: RunningServ
     assert len(names) == 10
 
 
+def test_the_menu_of_a_document_closes_when_its_row_scrolls_away_only(server: RunningServer, screen: Screen) -> None:
+    screen.open(server.url, height=500).load_examples()
+    screen.click(f"{ROW} .more")
+    is_open = "return document.getElementById('document-menu').matches(':popover-open')"
+    assert screen.run("document.dispatchEvent(new Event('scroll')); " + is_open), "the button is where it was"
+    screen.run("scrollBy(0, scrollY > 60 ? -60 : 60)")
+    screen.until(lambda: not screen.run(is_open), "the closed menu")
+
+
 def test_a_warmed_document_is_reused_by_the_first_question(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
     screen.click("#warm-all")
