@@ -43,6 +43,7 @@ def test_documents_are_warmed_pinned_and_deleted_by_clicking(server: RunningServ
     assert len(names) == 10
 
 
+@pytest.mark.slow
 def test_the_menu_of_a_document_closes_when_its_row_scrolls_away_only(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url, height=500).load_examples()
     screen.click(f"{ROW} .more")
