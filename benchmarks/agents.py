@@ -298,7 +298,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "read in full": {"find_documents": "none"},
     "agents": {"find_documents": "agents"},
     "agents, nothing repaired": {"find_documents": "agents", "repair": "none"},
-    "agents, first(32)": {"find_documents": "agents", "repair": "first(32)"},
+    "agents, names": {"find_documents": "agents", "repair": "names"},
 }
 
 
