@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.programs import make_certificate
 from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
+from kvmosaic.console.documents.client import show_list
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,9 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def stranger(status: int, body: bytes = b"", **headers: str) -> Iterator[tuple[str, list[str]]]:
+def stranger(
+    status: int, body: bytes = b"", certificate: tuple[Path, Path] | None = None, **headers: str
+) -> Iterator[tuple[str, list[str]]]:
     """A server that answers every GET alike; its address, and what it was asked."""
     asked: list[str] = []
 
@@ -51,10 +56,14 @@ def stranger(status: int, body: bytes = b"", **headers: str) -> Iterator[tuple[s
             pass
 
     with HTTPServer(("127.0.0.1", 0), Replies) as listening:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            listening.socket = context.wrap_socket(listening.socket, server_side=True)
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.server_port}", asked
+            yield f"http{'s' * (certificate is not None)}://127.0.0.1:{listening.server_port}", asked
         finally:
             listening.shutdown()
             thread.join()
@@ -79,6 +88,30 @@ def test_nothing_that_listens_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     assert "nothing listens at" in refused("ls", "--url", f"http://127.0.0.1:{port}")
+
+
+def test_a_certificate_of_ones_own_is_named_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = make_certificate(tmp_path)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with stranger(200, b'{"data": [], "has_more": false}', certificate) as (url, _):
+        said = refused("ls", "--url", url)
+        assert "self-signed certificate" in said and "SSL_CERT_FILE=certificate.pem" in said
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        assert kvmosaic("documents", "ls", "--url", url).stdout == "no documents\n"
+
+
+def test_a_list_on_a_narrow_terminal_has_whole_ids_sizes_and_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ids = ["notes.md", "handbook/sect.using-the-handbook.html", "a/" * 60 + "end.txt"]
+    facts = {"version": 12, "bytes": 183_000, "hits": 4567, "updated_at": 1_764_300_000, "title": "A long title " * 9}
+    show_list([{"id": each, **facts} for each in ids], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line[:28].strip() for line in lines[1:]) == "".join(ids)
+    whole = [line for line in lines if "179 KiB" in line]
+    assert len(whole) == 3 and all("4,567" in line and "2025-11-28" in line and " A" in line for line in whole)
 
 
 def test_one_that_never_answers_is_left_after_the_timeout() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.programs import make_certificate
 from support.server import ServeCommand, metric, wait_until
 from typer.testing import CliRunner, Result
 
@@ -46,13 +47,7 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("certificate")
-    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
-    files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem"))
-    command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files)
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "certificate.pem", folder / "key.pem"
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 def serve(*arguments: str) -> Result:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvmosaic.cache.plan import Plan, SpanPlan
+from kvmosaic.cache.plan import Plan
 from kvmosaic.capacity import CapacityPlan, Demand, ModelFacts, plan_capacity, read_model
 from kvmosaic.capacity.model_facts import dtype_here, memory_here, read_gguf_facts
 from kvmosaic.capacity.plan import blocks_of
@@ -199,12 +199,6 @@ def plan_table(plan: Plan, bytes_per_token: int, block_size: int, *, is_narrow: 
             *([] if is_narrow else [seen_at]),
             f"{span.distance:+,}" if span.distance else "",
             size_text(blocks_of(span.num_tokens, block_size) * block_size * bytes_per_token),
-            _field(span),
+            Badge.of(span.num_reused, span.num_to_compute, span.distance),
         )
     return table
-
-
-def _field(span: SpanPlan) -> Badge:
-    (first, *rest) = bars_of("", span.num_reused, span.num_to_compute, span.distance)
-    words = f"reuse {first.num_tokens:,}, compute {rest[0].num_tokens:,}" if rest else span.action
-    return Badge(words, first.action)

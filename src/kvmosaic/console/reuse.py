@@ -136,6 +136,13 @@ class Badge:
     words: str
     action: Action
 
+    @classmethod
+    def of(cls, num_reused: int, num_computed: int, distance: int) -> Badge:
+        """What happens to a segment."""
+        (first, *rest) = bars_of("", num_reused, num_computed, distance)
+        words = f"{first.num_tokens:,} reused, {rest[0].num_tokens:,} computed" if rest else first.action
+        return cls(words, first.action)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws it in colours that the console has."""
         yield Text(f" {self.words} ", style=field_style(self.action, console.color_system))
@@ -180,7 +187,7 @@ def reuse_table(report: ReuseReport) -> RenderableType:
         table.add_row(
             shrinking(segment.name or segment.kind),
             f"{segment.num_tokens:,}",
-            _field(segment),
+            Badge.of(segment.reused_tokens, segment.computed_tokens, segment.distance),
             f"{segment.distance:+,}" if segment.reused_tokens and segment.distance else "",
             duration_text(segment.milliseconds / 1000),
         )
@@ -203,9 +210,3 @@ def _middle(segments: tuple[SegmentReuse, ...]) -> tuple[str, str, str]:
     reused = sum(segment.reused_tokens for segment in segments)
     tokens = sum(segment.num_tokens for segment in segments)
     return f"… {len(segments):,} more", f"{tokens:,}", f" {reused:,} tokens reused "
-
-
-def _field(segment: SegmentReuse) -> Badge:
-    (first, *rest) = bars_of("", segment.reused_tokens, segment.computed_tokens, segment.distance)
-    words = f"{first.num_tokens:,} reused, {rest[0].num_tokens:,} computed" if rest else first.action
-    return Badge(words, first.action)

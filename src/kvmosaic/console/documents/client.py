@@ -9,15 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ssl import SSLCertVerificationError
 from typing import Any, Literal
 from urllib.parse import SplitResult, quote, urlencode, urlsplit
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvmosaic.console.text import one_line, printable, shrinking, size_text
 from kvmosaic.errors import InvalidConfig, ServerError, UnknownDocument
+from kvmosaic.prompt.document import MAX_ID_CHARACTERS
 from kvmosaic.server.tenants import MAX_KEY_CHARACTERS
 
 KEY_VARIABLE = "KVMOSAIC_API_KEY"
@@ -25,6 +29,8 @@ CONNECT_SECONDS = 10.0
 """Connection timeout: a reachable machine accepts at once, however busy its server is."""
 MAX_URL_CHARACTERS = 2_048
 MAX_MESSAGE_CHARACTERS = 400
+_NUMBERS_WIDTH = 52
+"""Columns beside the ids in the list of documents, and some of a title."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 
@@ -106,12 +112,8 @@ def _call(
     try:
         try:
             connection.connect()
-        except TimeoutError as error:
-            raise ServerError(f"nothing answers at {url}; is the server there, and is --url right?") from error
-        except ConnectionRefusedError as error:
-            raise ServerError(
-                f"nothing listens at {url}; start a server with `kvmosaic serve`, or give --url"
-            ) from error
+        except (TimeoutError, ConnectionRefusedError) as error:
+            raise ServerError(f"nothing listens at {url}; start `kvmosaic serve` there, or give --url") from error
         connection.sock.settimeout(timeout)
         connection.request(method, place.path.rstrip("/") + path, content, headers)
         reply = connection.getresponse()
@@ -119,6 +121,11 @@ def _call(
     except TimeoutError as error:
         raise ServerError(
             f"no answer from {url} within {timeout:g} s; it may still do what it was asked; wait longer with --timeout"
+        ) from error
+    except SSLCertVerificationError as error:
+        raise ServerError(
+            f"the certificate of {url} is not trusted ({error.verify_message}); if it is your own, name it, or that of "
+            "its authority, in the environment: SSL_CERT_FILE=certificate.pem"
         ) from error
     except (OSError, HTTPException, UnicodeError) as error:
         why = one_line(str(error) or type(error).__name__, MAX_MESSAGE_CHARACTERS)
@@ -160,9 +167,8 @@ def _refusal(url: str, method: Method, path: str, status: int, headers: Mapping[
     if 300 <= status < 400:
         return f"{url} sends to another address; give that one as --url"
     if status == 401:
-        is_given = bool(_authorization())
         wanted = f"needs a key; set {KEY_VARIABLE} to yours"
-        return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if is_given else wanted}"
+        return f"{url} {f'does not know the API key in {KEY_VARIABLE}' if _authorization() else wanted}"
     if _is_unknown_document(status, error):
         return why
     if status in (404, 405, 501):
@@ -239,7 +245,10 @@ class ServerDocuments:
             query = {"limit": PAGE if num_left is None else min(PAGE, num_left), "search": search[:256]}
             page = self._ask("GET", f"?{urlencode(query if after is None else {**query, 'after': after})}")
             found = page.get("data")
-            if not isinstance(found, list) or not all(isinstance(each, dict) and _id_of(each) for each in found):
+            if not isinstance(found, list) or not all(
+                isinstance(each, dict) and isinstance(each.get("id"), str) and isinstance(each.get("metadata"), dict)
+                for each in found
+            ):
                 raise no_kvmosaic(self.url)
             yield from found
             after = page.get("next_after")
@@ -249,14 +258,16 @@ class ServerDocuments:
 
     def read(self, document_id: str, version: int | None = None) -> dict[str, Any]:
         """Returns a document with its text."""
-        document = self._ask("GET", _path(document_id) + ("" if version is None else f"?version={version}"))
+        document = self._ask(
+            "GET", f"/{quote(document_id, safe='')}" + ("" if version is None else f"?version={version}")
+        )
         if not isinstance(document.get("text"), str):
             raise no_kvmosaic(self.url)
         return document
 
     def delete(self, document_id: str) -> None:
         """Deletes a document."""
-        if self._ask("DELETE", _path(document_id)).get("deleted") is not True:
+        if self._ask("DELETE", f"/{quote(document_id, safe='')}").get("deleted") is not True:
             raise no_kvmosaic(self.url)
 
     def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
@@ -273,37 +284,35 @@ class ServerDocuments:
         return fields_of_server(self.url, ROUTE + path, self._timeout, method=method)
 
 
-def _path(document_id: str) -> str:
-    return "/" + quote(document_id, safe="")
-
-
-def _id_of(document: Mapping[str, Any]) -> bool:
-    return isinstance(document.get("id"), str) and isinstance(document.get("metadata"), dict)
-
-
 def show_list(documents: Iterable[Mapping[str, Any]], as_json: bool) -> None:
     """Prints documents as a table, or one JSON object per line."""
     if as_json:
         for each in documents:
             typer.echo(json.dumps(each, ensure_ascii=False))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("id", no_wrap=True, overflow="ellipsis", ratio=3)
-    table.add_column("title", no_wrap=True, overflow="ellipsis", ratio=2)
+    console, table = Console(), Table(box=None, pad_edge=False, header_style="bold")
+    rows = [
+        (one_line(str(each["id"]), MAX_ID_CHARACTERS) + (" (pinned)" if each.get("pinned") else ""), each)
+        for each in documents
+    ]
+    # ids are there to be copied: whole where there is room beside the numbers, else on several lines
+    longest = max((cell_len(name) for name, _ in rows), default=0)
+    table.add_column("id", overflow="fold", width=max(min(longest, console.width - _NUMBERS_WIDTH), 8))
     for name in ("version", "size", "hits"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("changed", no_wrap=True)
-    for each in documents:
+    table.add_column("title")  # the one that shrinks
+    for name, each in rows:
         table.add_row(
-            shrinking(str(each["id"]) + (" (pinned)" if each.get("pinned") else "")),
-            shrinking(str(each.get("title") or "")),
+            Text(name, overflow="fold"),
             str(each.get("version", "")),
             size_text(int(each.get("bytes", 0))),
             f"{int(each.get('hits', 0)):,}",
-            _time_of(each.get("updated_at")),
+            f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if isinstance(at := each.get("updated_at"), int) else "–",
+            shrinking(str(each.get("title") or "")),
         )
     if table.row_count:
-        Console().print(table)
+        console.print(table)
     else:
         typer.echo("no documents")
 
@@ -311,7 +320,3 @@ def show_list(documents: Iterable[Mapping[str, Any]], as_json: bool) -> None:
 def show_document(document: Mapping[str, Any], as_json: bool) -> None:
     """Prints the text of a document, or all of it as JSON."""
     typer.echo(json.dumps(document, ensure_ascii=False) if as_json else printable(str(document["text"])))
-
-
-def _time_of(seconds: object) -> str:
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}" if isinstance(seconds, int) else "–"
