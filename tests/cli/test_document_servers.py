@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,7 +17,8 @@ from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
-from kvmosaic.console.documents.client import show_list
+from kvmosaic.console.documents.client import ServerDocuments, show_list
+from kvmosaic.console.documents.sync import FolderSync, watch_folder
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +114,23 @@ def test_a_list_on_a_narrow_terminal_has_whole_ids_sizes_and_times(
     assert "".join(line[:28].strip() for line in lines[1:]) == "".join(ids)
     whole = [line for line in lines if "179 KiB" in line]
     assert len(whole) == 3 and all("4,567" in line and "2025-11-28" in line and " A" in line for line in whole)
+
+
+def test_a_watched_folder_says_once_that_its_server_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "note.txt").write_text("The ferry leaves at nine.")
+    looks = iter(range(4))
+
+    def sleep(_: float) -> None:
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    watch_folder(ServerDocuments(f"http://127.0.0.1:{port}", 1.0), FolderSync(tmp_path), as_json=False)
+    assert capsys.readouterr().err.count("nothing listens at") == 1
 
 
 def test_one_that_never_answers_is_left_after_the_timeout() -> None:

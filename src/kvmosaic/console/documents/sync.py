@@ -259,7 +259,7 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
 
     A file that is still being written is sent once it has not changed between two looks.
     """
-    synced = last = None
+    synced = last = told = None
     with suppress(KeyboardInterrupt):
         while True:
             try:
@@ -270,9 +270,10 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
                     if counts.is_interrupted:
                         return
                     synced = now
-                last = now
+                last, told = now, None
             except (ServerError, InvalidDocument) as error:
-                typer.echo(f"kvmosaic: {one_line(str(error), 400)}; trying again", err=True)
+                if told != (told := f"kvmosaic: {one_line(str(error), 400)}; trying again"):  # not every two seconds
+                    typer.echo(told, err=True)
             time.sleep(WATCH_SECONDS)
 
 
@@ -280,11 +281,9 @@ def _signature(sync: FolderSync) -> dict[str, tuple[int, int]]:
     """Times and sizes of all files, which change whenever one of them does."""
     found = {}
     for name, path in files_of(sync.folder, sync.pattern).items():
-        try:
+        with suppress(OSError):  # deleted since it was listed
             status = path.stat()
-        except OSError:  # deleted since it was listed
-            continue
-        found[name] = (status.st_mtime_ns, status.st_size)
+            found[name] = (status.st_mtime_ns, status.st_size)
     return found
 
 
