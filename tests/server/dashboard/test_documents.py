@@ -44,12 +44,22 @@ def test_documents_are_warmed_pinned_and_deleted_by_clicking(server: RunningServ
 
 
 @pytest.mark.slow
-def test_the_menu_of_a_document_closes_when_its_row_scrolls_away_only(server: RunningServer, screen: Screen) -> None:
-    screen.open(server.url, height=500).load_examples()
+def test_the_menu_of_a_document_stays_beside_its_row_and_closes_when_that_is_out_of_sight(
+    server: RunningServer, screen: Screen
+) -> None:
+    screen.open(server.url).load_examples()
     screen.click(f"{ROW} .more")
     is_open = "return document.getElementById('document-menu').matches(':popover-open')"
-    assert screen.run("document.dispatchEvent(new Event('scroll')); " + is_open), "the button is where it was"
-    screen.run("scrollBy(0, scrollY > 60 ? -60 : 60)")
+    beside = (
+        "const of = (it) => document.querySelector(it).getBoundingClientRect();"
+        "document.dispatchEvent(new Event('scroll'));"
+        "const menu = of('#document-menu'), button = of(arguments[0]);"
+        "return Math.min(Math.abs(menu.top - button.bottom), Math.abs(button.top - menu.bottom)) < 12"
+    )
+    for distance in (0, 40, -40):
+        screen.run("scrollBy(0, arguments[0])", distance)
+        assert screen.run(beside, f"{ROW} .more") and screen.run(is_open)
+    screen.run("scrollBy(0, document.querySelector(arguments[0]).getBoundingClientRect().bottom + 9)", ROW)
     screen.until(lambda: not screen.run(is_open), "the closed menu")
 
 
