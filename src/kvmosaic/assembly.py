@@ -528,5 +528,4 @@ def _build_offloader(runner: StepRunner, model: AnyModel, kv_cache: KVCache, con
         entries,
         max_staged_bytes=parse_bytes(config.chunk_staged),
         states=runner if model.map_bytes and isinstance(runner, StateStorage) else None,
-        state_bytes=model.map_bytes,
     )

@@ -10,7 +10,7 @@ import torch
 
 from kvmosaic.cache.keys import Key, encode_tokens
 from kvmosaic.entries import DecodedEntry, EntryExpectation, EntryHeader, decode_entry, encode_entry
-from kvmosaic.entries.entry import DTYPES, sources
+from kvmosaic.entries.entry import sources
 from kvmosaic.entries.header import StateShape
 from kvmosaic.entries.verification import Checksum
 from kvmosaic.layers import LayerGeometry
@@ -48,13 +48,9 @@ def tensors(header: EntryHeader, seed: int = 0, size: float = 1.0) -> ChunkTenso
     generator = torch.Generator().manual_seed(seed)
     made = {}
     for source in sources(header):
-        if source.part is not None:
-            numbers = torch.randn(source.part.shape, generator=generator, dtype=torch.float64)
-            made[source.name] = numbers.to(source.part.dtype)
-            continue
         channels = torch.rand(source.shape[1:], generator=generator) * 8 + torch.randn(1, generator=generator)
         numbers = torch.randn(source.shape, generator=generator, dtype=torch.float64) * channels * size
-        made[source.name] = numbers.to(DTYPES[header.dtype])
+        made[source.name] = numbers.to(source.dtype)
     layers = [
         (made[f"layers.{index}.key"], made.get(f"layers.{index}.value"))
         for index in range(len(header.layers))

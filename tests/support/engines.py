@@ -89,7 +89,6 @@ def set_tier(engine: Engine, tier: Tier, codec: CodecName = "none") -> ChunkOffl
         ),
         max_staged_bytes=2**22,
         states=runner if model.map_bytes else None,
-        state_bytes=model.map_bytes,
         clock=HandClock(),
     )
     offloader._compute.estimate = float

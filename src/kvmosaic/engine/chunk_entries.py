@@ -76,6 +76,8 @@ class ChunkEntries:
         choose_codec(config.chunk_codec, DTYPES[self._dtype])
         self._states = tuple(states)
         self._bound = EntryBound(self._layers, self._dtype, self._states)
+        self.state_bytes = self._bound.state_bytes
+        """Of what is kept of a document's states."""
         self.num_layers = len(stored_layers(self._layers))
         """Layers that store something: their tensors are before those of states."""
         self._config = config

@@ -149,7 +149,6 @@ class ChunkOffloader:
         *,
         max_staged_bytes: int,
         states: StateStorage | None = None,
-        state_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Registers for the KV cache's evictions.
@@ -162,7 +161,6 @@ class ChunkOffloader:
             max_staged_bytes: max bytes of chunks fetched for waiting requests; beyond that a fetch begins only when
                 its request is next.
             states: reads and writes what documents do to states, for models with states.
-            state_bytes: of one document.
             clock: the engine's clock.
         """
         self.tiered_store = tiered_store
@@ -171,7 +169,7 @@ class ChunkOffloader:
         self._kv_cache = kv_cache
         self._storage = storage
         self._entries = entries
-        self._states, self._state_bytes = states, state_bytes
+        self._states, self._state_bytes = states, entries.state_bytes
         self._max_staged_bytes = max_staged_bytes
         self._staged_bytes = 0
         self._staged: dict[Key, StagedChunk] = {}

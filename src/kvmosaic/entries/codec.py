@@ -28,8 +28,8 @@ from kvmosaic.errors import InvalidConfig
 __all__ = ["CODECS", "Along", "Codec", "Part", "Shape", "choose_codec"]
 
 
-Shape: TypeAlias = tuple[int, int, int]
-"""[n, G, D] of the keys or values of one layer."""
+Shape: TypeAlias = tuple[int, ...]
+"""[n, G, D] of the keys or values of one layer; any of a state, which is kept as it is."""
 Along: TypeAlias = Literal["tokens", "channels"]
 """Which numbers share a scale: one channel of neighbouring tokens (keys), or neighbouring channels of one token."""
 

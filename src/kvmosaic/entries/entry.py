@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvmosaic.cache.keys import TOKEN_BYTES, Key
-from kvmosaic.entries.codec import CODECS, Along, Part, Shape, choose_codec
+from kvmosaic.entries.codec import CODECS, Along, Codec, Part, Shape, choose_codec
 from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader, StateShape, check_header, to_texts
 from kvmosaic.entries.verification import (
     MAX_PREAMBLE_BYTES,
@@ -163,13 +163,13 @@ class EntryBound:
     def __init__(self, layers: Sequence[LayerGeometry], dtype: DtypeName, states: Sequence[StateShape] = ()) -> None:
         """Bounds for entries with these layers, in this dtype."""
         self._shapes, self._dtype = shape_counts(layers), dtype
-        self._state_bytes = sum(source.part.num_bytes for source in _state_sources(states) if source.part)
+        self.state_bytes = sum(part.num_bytes for source in _state_sources(states) for part in source.parts)
         self._text_bytes = _MAX_TEXT_BYTES + _MAX_LAYER_BYTES * (len(layers) + len(states))
 
     def max_bytes(self, num_tokens: int) -> int:
         """Maximum bytes of an entry of so many tokens, header included."""
         header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
-        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens) + self._state_bytes
+        payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens) + self.state_bytes
         return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
 
 
@@ -208,10 +208,7 @@ def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = 
 
 
 def _check_tensors(header: EntryHeader, tensors: Sequence[Tensor]) -> None:
-    wanted = [
-        (source.shape, DTYPES[header.dtype]) if source.part is None else (source.part.shape, source.part.dtype)
-        for source in sources(header)
-    ]
+    wanted = [(source.shape, source.dtype) for source in sources(header)]
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     assert found == wanted, "the tensors are not those of the header's layers"
     assert all(tensor.device.type == "cpu" for tensor in tensors)
@@ -291,29 +288,38 @@ class ChunkTensor:
     """One tensor of the chunk, before it is encoded."""
 
     name: str
-    shape: Shape = (0, 0, 0)
-    along: Along = "tokens"
-    part: Part | None = None
-    """Of a state, which no codec changes."""
+    shape: Shape
+    dtype: torch.dtype
+    along: Along
+    codec: Codec
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is stored of it."""
+        return self.codec.parts(self.shape, self.dtype, self.along)
 
 
 def sources(header: EntryHeader) -> Iterator[ChunkTensor]:
-    """The keys and values of all layers that store any, and the states."""
-    yield from _layer_sources(header.layers, header.num_tokens)
+    """The keys and values of all layers that store any, and the states, which no codec changes."""
+    yield from _layer_sources(header.layers, header.num_tokens, DTYPES[header.dtype], CODECS[header.codec])
     yield from _state_sources(header.states)
 
 
 def _state_sources(states: Sequence[StateShape]) -> Iterator[ChunkTensor]:
     for number, (dtype, shape) in enumerate(states):
-        yield ChunkTensor(f"states.{number}", part=Part("", DTYPES[dtype], shape))
+        yield ChunkTensor(f"states.{number}", shape, DTYPES[dtype], "tokens", CODECS["none"])
 
 
-def _layer_sources(layers: Sequence[LayerGeometry], num_tokens: int) -> Iterator[ChunkTensor]:
+def _layer_sources(
+    layers: Sequence[LayerGeometry], num_tokens: int, dtype: torch.dtype, codec: Codec
+) -> Iterator[ChunkTensor]:
     for index, layer in stored_layers(layers):
         key_shape = (num_tokens, layer.num_kv_heads, layer.key_dim)
-        yield ChunkTensor(f"layers.{index}.key", key_shape, "channels" if layer.value_in_key else "tokens")
+        along: Along = "channels" if layer.value_in_key else "tokens"
+        yield ChunkTensor(f"layers.{index}.key", key_shape, dtype, along, codec)
         if not layer.value_in_key:
-            yield ChunkTensor(f"layers.{index}.value", (num_tokens, layer.num_kv_heads, layer.value_dim), "channels")
+            value_shape = (num_tokens, layer.num_kv_heads, layer.value_dim)
+            yield ChunkTensor(f"layers.{index}.value", value_shape, dtype, "channels", codec)
 
 
 def places_of(header: EntryHeader) -> list[list[PayloadTensor]]:
@@ -323,11 +329,10 @@ def places_of(header: EntryHeader) -> list[list[PayloadTensor]]:
 
     Wide types come first, so that all of them are aligned without padding, which the format does not allow.
     """
-    codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     found = [
         (number, f"{source.name}.{part.name}".rstrip("."), part)
         for number, source in enumerate(sources(header))
-        for part in ((source.part,) if source.part else codec.parts(source.shape, dtype, source.along))
+        for part in source.parts
     ]
     found.sort(key=lambda item: -item[2].dtype.itemsize)
     places: list[list[PayloadTensor]] = [[] for _ in range(1 + max(number for number, _, _ in found))]
@@ -349,12 +354,12 @@ def shape_counts(layers: Sequence[LayerGeometry]) -> Counter[LayerGeometry]:
 
 def max_payload_bytes(shapes: Counter[LayerGeometry], dtype: DtypeName, num_tokens: int) -> int:
     """Maximum payload bytes of so many tokens, over all codecs; see `shape_counts`."""
-    each = [(source, count) for layer, count in shapes.items() for source in _layer_sources((layer,), num_tokens)]
     return max(
         sum(
             count * part.num_bytes
-            for source, count in each
-            for part in codec.parts(source.shape, DTYPES[dtype], source.along)
+            for layer, count in shapes.items()
+            for source in _layer_sources((layer,), num_tokens, DTYPES[dtype], codec)
+            for part in source.parts
         )
         for codec in CODECS.values()
     )
@@ -367,9 +372,8 @@ def flattened(layers: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 
 def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor) -> bool:
     """Writes the payload to `target` [bytes] uint8; False if the codec cannot represent a number."""
-    codec = CODECS[header.codec]
     for source, tensor, each in zip(sources(header), tensors, places_of(header), strict=True):
-        parts = (tensor.contiguous(),) if source.part else codec.encode(tensor, source.along)
+        parts = source.codec.encode(tensor, source.along)
         if parts is None:
             return False
         for part, place in zip(parts, each, strict=True):
@@ -379,11 +383,9 @@ def pack(header: EntryHeader, tensors: Sequence[Tensor], target: Tensor) -> bool
 
 def unpack(header: EntryHeader, payload: Tensor) -> ChunkTensors:
     """Inverse of `pack`; without a codec the tensors are views of the payload."""
-    codec, dtype = CODECS[header.codec], DTYPES[header.dtype]
     tensors = iter(
-        parts[0] if source.part else codec.decode(parts, source.shape, dtype, source.along)
+        source.codec.decode(tuple(_tensor(payload, place) for place in each), source.shape, source.dtype, source.along)
         for source, each in zip(sources(header), places_of(header), strict=True)
-        for parts in (tuple(_tensor(payload, place) for place in each),)
     )
     layers = [
         (next(tensors), None if layer.value_in_key else next(tensors)) for _, layer in stored_layers(header.layers)

@@ -112,8 +112,12 @@ def _call(
     try:
         try:
             connection.connect()
-        except (TimeoutError, ConnectionRefusedError) as error:
-            raise ServerError(f"nothing listens at {url}; start `kvmosaic serve` there, or give --url") from error
+        except TimeoutError as error:
+            raise ServerError(f"nothing answers at {url}; is the server there, and is --url right?") from error
+        except ConnectionRefusedError as error:
+            raise ServerError(
+                f"nothing listens at {url}; start a server with `kvmosaic serve`, or give --url"
+            ) from error
         connection.sock.settimeout(timeout)
         connection.request(method, place.path.rstrip("/") + path, content, headers)
         reply = connection.getresponse()
@@ -258,16 +262,14 @@ class ServerDocuments:
 
     def read(self, document_id: str, version: int | None = None) -> dict[str, Any]:
         """Returns a document with its text."""
-        document = self._ask(
-            "GET", f"/{quote(document_id, safe='')}" + ("" if version is None else f"?version={version}")
-        )
+        document = self._ask("GET", _path(document_id) + ("" if version is None else f"?version={version}"))
         if not isinstance(document.get("text"), str):
             raise no_kvmosaic(self.url)
         return document
 
     def delete(self, document_id: str) -> None:
         """Deletes a document."""
-        if self._ask("DELETE", f"/{quote(document_id, safe='')}").get("deleted") is not True:
+        if self._ask("DELETE", _path(document_id)).get("deleted") is not True:
             raise no_kvmosaic(self.url)
 
     def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
@@ -282,6 +284,10 @@ class ServerDocuments:
 
     def _ask(self, method: Any, path: str) -> dict[str, Any]:
         return fields_of_server(self.url, ROUTE + path, self._timeout, method=method)
+
+
+def _path(document_id: str) -> str:
+    return "/" + quote(document_id, safe="")
 
 
 def show_list(documents: Iterable[Mapping[str, Any]], as_json: bool) -> None:
