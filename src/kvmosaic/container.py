@@ -223,6 +223,15 @@ def allowed_instruction_sets(environment: Mapping[str, str] = os.environ) -> tup
     return INSTRUCTION_SETS
 
 
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this x86 CPU; none where they are not known, as on other systems and processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
 _of_thread = threading.local()
 _WATCH_SECONDS = 1.0
 _CAN_WATCH = hasattr(time, "pthread_getcpuclockid")

@@ -40,7 +40,7 @@ def kept_folder(kind: str, *sources: bytes) -> Path | None:
     return Path(home) / kind / digest.hexdigest()[:32]
 
 
-def keep(folder: Path | None, write: Callable[[Path], None]) -> None:
+def keep(folder: Path | None, write: Callable[[Path], object]) -> None:
     """Lets `write` fill a new folder, which then gets its name at once; the oldest of its kind leave.
 
     Whatever goes wrong, an error of `write` included, is logged for debugging, and nothing is kept.

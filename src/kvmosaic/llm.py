@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +38,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.config.llm import with_settings
 from kvmosaic.engine import Request
 from kvmosaic.engine.priorities import check_priority, priorities_for
-from kvmosaic.engine.self_check import SelfCheck
+from kvmosaic.engine.self_check import SelfCheck, kept_check
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidSampling, InvalidTools
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Document, DocumentsOrder, Prompt, PromptEncoder, read_messages
@@ -206,7 +207,11 @@ class LLM:
         if enable_chunk_cache:
             check_movable(self.model, self.chunk_cache_config)
             if self_check:
-                self.self_check = engine_of_model.check_model(self.model, self.engine_config, backend)
+                check = partial(engine_of_model.check_model, self.model, self.engine_config, backend)
+                is_known = isinstance(model, str | Path) and not trust_remote_code and digest == ""
+                is_known = is_known and isinstance(attention_backend, str | None) and self.engine_facts.device == "cpu"
+                about = f"{self.engine_facts} {self.attention} {prepack} {self.engine_config.num_threads}"
+                self.self_check = kept_check(check, self.model.fingerprint, about) if is_known else check()
                 self.chunk_cache_off_reason = self.self_check.reason
                 if self.chunk_cache_off_reason:
                     warnings.warn(f"the chunk cache is off: {self.chunk_cache_off_reason}", stacklevel=2)

@@ -34,6 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvmosaic.container import cpu_flags
 from kvmosaic.errors import UnsupportedModel, pip_install
 
 logger = logging.getLogger("kvmosaic.llama")
@@ -292,15 +293,6 @@ def bindings() -> Any:
     library.llama_log_set(_log, None)
     library.llama_backend_init()
     return library
-
-
-def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this x86 CPU; none where they are not known, as on other systems and processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _open(package: Package) -> ctypes.CDLL:

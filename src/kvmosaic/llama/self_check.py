@@ -10,19 +10,12 @@ measured on the same prompt, computed in parts.
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 
 from kvmosaic.attention import Piece, SpanRows
 from kvmosaic.engine.self_check import Comparison, SelfCheck, ordinary_tokens
-from kvmosaic.kept import keep, kept_folder
-from kvmosaic.llama.interface import cpu_flags
 from kvmosaic.llama.library import LlamaContext, Logits, Rows
 from kvmosaic.llama.model import LlamaModel
 from kvmosaic.llama.runner import LlamaRunner
@@ -39,34 +32,7 @@ _LEAST_MOVED = {"q8_0": 0.1, "bf16": 0.1}
 
 
 def check_llama(model: LlamaModel, *, num_threads: int) -> SelfCheck:
-    """Runs the check: seven forwards, some 500 rows in all.
-
-    That it passed is kept, for this file, build, code, processor and number of threads.
-    """
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    machine = f"{platform.node()} {platform.machine()} {sorted(cpu_flags())} {num_threads}"
-    kept = kept_folder("checks", model.fingerprint.encode(), version("kvmosaic").encode(), code, machine.encode())
-    if kept is not None:
-        with suppress(Exception):  # there is none, or it is damaged
-            found = json.loads((kept / "findings.json").read_text())
-            findings = (
-                Comparison(str(one), str(other), float(error), float(limit)) for one, other, error, limit in found
-            )
-            check = SelfCheck(tuple(findings), is_moved=True)
-            if check.findings and check.passed:
-                return check
-    check = _checked(model, num_threads)
-    if check.passed and check.findings:
-
-        def write(draft: Path) -> None:
-            told = [(each.subject, each.reference, each.difference, each.limit) for each in check.findings]
-            (draft / "findings.json").write_text(json.dumps(told))
-
-        keep(kept, write)
-    return check
-
-
-def _checked(model: LlamaModel, num_threads: int) -> SelfCheck:
+    """Runs the check: seven forwards, some 500 rows in all."""
     if model.immovable_reason:
         return SelfCheck((), False, f"documents cannot be composed in llama.cpp: {model.immovable_reason}")
     needed = _NUM_TOKENS + _DISTANCE + 1

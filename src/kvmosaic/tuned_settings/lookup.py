@@ -132,15 +132,12 @@ class FoundProfile:
             )
             return self._refused(config, why)
         if self.profile.adapter_digest != adapter_digest:
-            made, now = (f"the adapter {each[:12]}" if each else "no adapter" for each in self._digests(adapter_digest))
+            digests = self.profile.adapter_digest, adapter_digest
+            made, now = (f"the adapter {each[:12]}" if each else "no adapter" for each in digests)
             return self._refused(config, f"{self.path} was made with {made}, and this model has {now}; tune again")
         note = _told(self.path, self.profile, config)
         logger.info("%s", note)
         return ProfileUse(self.profile.applied_to(config), self.profile, note)
-
-    def _digests(self, adapter_digest: str) -> tuple[str, str]:
-        assert self.profile is not None
-        return self.profile.adapter_digest, adapter_digest
 
     def _refused(self, config: ChunkCacheConfig, why: str) -> ProfileUse:
         if self.is_named:

@@ -1,12 +1,24 @@
-"""Findings and result of a self-check, and the text that it reads."""
+"""Findings and result of a self-check, how a pass is kept for the next start, and the text that it reads."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
 import random
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from kvmosaic.container import cpu_flags
+from kvmosaic.kept import keep, kept_folder
+
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "KVMOSAIC_CPU_ISA", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,25 @@ class SelfCheck:
         if self.error:
             return self.error
         return next((str(finding) for finding in self.findings if not finding.passed), "")
+
+
+def kept_check(check: Callable[[], SelfCheck], *about: str) -> SelfCheck:
+    """What `check` finds, or found when it passed with the same code, processor and `about`: fingerprint, settings."""
+    package = Path(__file__).parents[2]
+    code = b"".join(path.read_bytes() for path in sorted(package.rglob("*")) if path.suffix in (".py", ".c", ".h"))
+    torch = getattr(sys.modules.get("torch"), "__version__", "")  # llama.cpp needs none
+    machine = [platform.node(), platform.machine(), *sorted(cpu_flags()), torch, *map(os.environ.get, _VARIABLES)]
+    folder = kept_folder("checks", code, *(str(each).encode() for each in (machine, *about)))
+    if folder is not None:
+        with suppress(Exception):  # there is none, or it is damaged
+            told = json.loads((folder / "verdict.json").read_text())
+            found = SelfCheck(tuple(Comparison(**each) for each in told.pop("findings")), **told)
+            if found.findings and found.passed:
+                return found
+    made = check()
+    if made.findings and made.passed:
+        keep(folder, lambda draft: (draft / "verdict.json").write_text(json.dumps(asdict(made))))
+    return made
 
 
 def worst_finding(findings: list[Comparison]) -> Comparison:
