@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gguf import save_gguf
+from support.gguf import save_gguf, tokenizer_entries
 from support.llama_engine import llama_reader, reader_file
 from typer.testing import CliRunner
 
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
+from kvmosaic.assembly import bundled_reader
 from kvmosaic.cli import app
 from kvmosaic.llama.model import LlamaModel, load_llama
 from kvmosaic.model.formats.gguf import tokenizer
@@ -75,6 +76,21 @@ def test_texts_become_the_tokens_of_llama_cpp(split: str, tmp_path: Path) -> Non
     assert model.token_differences == ()
     for text in ("७ ١٢٣ 77 cats", "<|begin|><|user|>\nhi<|end|>", "a\x00b", ""):
         assert model.tokenizer.encode(text) == model.file.tokenize(text), text
+    model.file.close()
+
+
+@pytest.mark.slow
+def test_a_word_that_llama_cpp_takes_for_an_end_is_no_difference(tmp_path: Path) -> None:
+    """As files of Qwen2.5 say: "</s>" is an ordinary token there, and the ends of other families are control tokens."""
+    known = tokenizer_entries(bundled_reader())
+    tokens, merges, kinds = (known[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges", "token_type"))
+    last = max(number for number, kind in enumerate(kinds) if kind == 1)
+    merges = [merge for merge in merges if merge.replace(" ", "") != tokens[last]]
+    tokens[last] = "</s>"
+    entries = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
+    model = load_llama(save_gguf(tmp_path / "m.gguf", kind="Q8_0", metadata=entries))
+    assert model.file.tokenize("</s>") != model.tokenizer.encode("</s>"), "the word that it is about"
+    assert model.token_differences == ()
     model.file.close()
 
 

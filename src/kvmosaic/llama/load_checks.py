@@ -30,7 +30,7 @@ _TEXTS = (
     'def f(x: int) -> dict:\n    return {"a_b": x**2}  # ok\n\n\nif __name__ == "__main__":\n\tf(1)',
     "https://example.org/a?b=c&d=%20 name@example.org <b>#tag</b> $x^2$ \\frac{1}{2} ___ ====",
     "aaaaaaaaaaaaaaaaaaaaaaaa BBBBBBBBBBBB !!!!!!!! ........",
-    "<s> </s> <|endoftext|> <unk> [INST] <think>",
+    "<s> <unk> [INST] <think>",  # no end of another family: llama.cpp takes it for one whatever the file says
 )
 _CONVERSATION = [
     {"role": "user", "content": "Where does the ferry go?"},
