@@ -11,6 +11,7 @@ from support.loaded import loaded_family
 from kvmosaic import LLM, transformers_engine
 from kvmosaic import llm as llm_module
 from kvmosaic.attention import TorchBackend
+from kvmosaic.engine import self_check
 from kvmosaic.engine.self_check import Comparison, SelfCheck, kept_check
 from kvmosaic.kept import VARIABLE
 
@@ -29,11 +30,13 @@ def checked(result, *about):
     return kept_check(lambda: runs.append(1) or result, *about), len(runs)
 
 
-def test_a_pass_is_kept_whole_for_its_model_and_settings():
+def test_a_pass_is_kept_whole_for_its_model_settings_and_threads(monkeypatch):
     assert checked(PASSED, "model", "float32") == (PASSED, 1)
     assert checked(None, "model", "float32") == (PASSED, 0)
     assert checked(PASSED, "model", "bfloat16") == (PASSED, 1)
     assert checked(PASSED, "another", "float32") == (PASSED, 1)
+    monkeypatch.setattr(self_check, "compute_threads", lambda machine: 10**6)
+    assert checked(PASSED, "model", "float32") == (PASSED, 1)
 
 
 WRONG = Comparison("attention", "the model's own code", 2.0, 1e-3)

@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvmosaic.container import cpu_flags
+from kvmosaic.container import compute_threads, cpu_flags, this_machine
 from kvmosaic.kept import keep, kept_folder
 
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "KVMOSAIC_CPU_ISA", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
@@ -71,12 +71,13 @@ class SelfCheck:
 
 
 def kept_check(check: Callable[[], SelfCheck], *about: str) -> SelfCheck:
-    """What `check` finds, or found when it passed with the same code, processor and `about`: fingerprint, settings."""
+    """What `check` finds, or found when it passed with the same code, processor, threads and `about`."""
     package = Path(__file__).parents[2]
     code = b"".join(path.read_bytes() for path in sorted(package.rglob("*")) if path.suffix in (".py", ".c", ".h"))
     torch = getattr(sys.modules.get("torch"), "__version__", "")  # llama.cpp needs none
-    machine = [platform.node(), platform.machine(), *sorted(cpu_flags()), torch, *map(os.environ.get, _VARIABLES)]
-    folder = kept_folder("checks", code, *(str(each).encode() for each in (machine, *about)))
+    machine = [platform.node(), platform.machine(), *sorted(cpu_flags()), compute_threads(this_machine()), torch]
+    settings = [*map(os.environ.get, _VARIABLES), *about]
+    folder = kept_folder("checks", code, *(str(each).encode() for each in (machine, *settings)))
     if folder is not None:
         with suppress(Exception):  # there is none, or it is damaged
             told = json.loads((folder / "verdict.json").read_text())
