@@ -193,7 +193,7 @@ def test_terminal_shows_a_progress_bar_and_a_pipe_does_not(server: RunningServer
         os.close(controller)
     assert process.returncode == 0 and "2000" in drawn.decode() and "━" in drawn.decode()
     piped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert piped.stderr == "" and piped.stdout == "0 stored, 2,000 replaced\n"
+    assert piped.stderr == "" and piped.stdout == "2,000 replaced\n"
 
 
 def test_server_that_is_away_is_one_line(handbook: Path) -> None:
@@ -230,3 +230,25 @@ def test_file_whose_name_is_not_utf8_is_refused_and_stops_no_other(server: Runni
     assert result.exit_code == 1 and counts(result)["stored"] == 4, result.output
     assert ["rename" in reason for reason in counts(result)["refused"].values()] == [True]  # type: ignore[attr-defined]
     assert kvmosaic(server, "sync", str(handbook)).exit_code == 1
+
+
+def test_stored_documents_are_warmed_by_id_or_all_and_what_is_cached_costs_nothing(server: RunningServer) -> None:
+    for name in ("ferry", "mill"):
+        put = httpx.put(f"{server.url}/v1/documents/{name}", json={"text": f"The {name} of Fenbury is warmed."})
+        assert put.status_code == 201
+    assert kvmosaic(server, "warm", "ferry").stdout == "1 computed\n"
+    assert kvmosaic(server, "warm").stdout == "1 computed, 1 cached\n"
+    assert counts(kvmosaic(server, "warm", "--system", "Be brief.", "--json"))["computed"] == 2
+    missing = kvmosaic(server, "warm", "mill", "miln")
+    assert missing.exit_code == 1 and missing.stdout == "1 cached, 1 refused\n"
+    assert "miln: it is not stored" in missing.stderr
+
+
+def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp_path: Path) -> None:
+    for name in ("tower", "bridge"):
+        (tmp_path / f"{name}.md").write_text(f"The {name} of Fenbury is synchronized and warmed.")
+    (tmp_path / "empty.md").write_text(" ")
+    assert kvmosaic(server, "sync", str(tmp_path), "--warm").stdout == "2 stored, 2 computed, 1 refused\n"
+    assert kvmosaic(server, "sync", str(tmp_path), "--warm").stdout == "2 unchanged, 2 cached, 1 refused\n"
+    lonely = kvmosaic(server, "sync", str(tmp_path), "--system", "Be brief.")
+    assert lonely.exit_code == 2 and "give --warm, too" in " ".join(lonely.stderr.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from kvmosaic.engine import Request
 from kvmosaic.engine.preemption import in_order
 from kvmosaic.engine.priorities import AGING_SECONDS, class_of, sort_key_of
 from kvmosaic.errors import InvalidPriority, InvalidPrompt
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 NUMBERS = st.integers(-MAX_PRIORITY, MAX_PRIORITY)
 TIMES = st.integers(0, 10_000)
@@ -228,3 +229,64 @@ def test_who_gives_way_is_chosen_by_priority_progress_age_and_size():
     assert order((5, 8, 20), (0, 8, 20), (-5, 8, 20)) == [2, 1, 0], "the least wanted first"
     assert order((0, 8, 200), (0, 8, 20)) == [0, 1], "what is nearly done stays"
     assert order((0, 150, 4), (0, 150, 4)) == [1, 0], "of equal ones, the last in rank first"
+
+
+def documents(count: int, *, tokens: int = 64) -> Iterator[Prompt]:
+    """Prompts of one document each, of other tokens."""
+    for number in range(count):
+        chunk = Segment(SegmentKind.CHUNK, token_ids=tuple((number + token) % 30 for token in range(tokens)))
+        yield Prompt((chunk, Segment(SegmentKind.QUESTION, token_ids=tuple(range(8)))))
+
+
+def test_a_question_runs_at_once_while_documents_are_warmed():
+    world = World(max_batched_tokens=32)
+    warm_ups = [world.engine.add_warm_up(prompt) for prompt in documents(16)]
+    world.step()
+    question = world.add(tokens=6)
+    while not question.is_finished:
+        world.step()
+    assert question.finished_time - question.arrival_time <= 7, "one step that was under way, and its own six"
+    assert all(not warm_up.is_finished for warm_up in warm_ups)
+    world.run()
+    assert all(warm_up.error is None and warm_up.is_finished for warm_up in warm_ups)
+
+
+def test_a_question_gets_a_slot_that_warm_ups_have():
+    world = World(max_batched_tokens=32, max_running=2)
+    for prompt in documents(8):
+        world.engine.add_warm_up(prompt)
+    world.step()
+    question = world.add(tokens=6)
+    world.run()
+    assert question.finished_time - question.arrival_time <= 8
+
+
+def test_a_document_that_a_question_waits_for_is_computed_beside_other_answers():
+    world = World(max_batched_tokens=32)
+    (wanted,) = documents(1)
+    warm_up = world.engine.add_warm_up(wanted)
+    world.step()
+    answer = world.add(tokens=200)
+    question = world.engine.add_request(wanted, replace(GREEDY, max_tokens=4))
+    while not question.is_finished:
+        world.step()
+    assert not answer.is_finished
+    assert warm_up.is_finished
+
+
+@policy(aging=1.0)
+def test_warming_ends_however_many_questions_come():
+    world = World(max_batched_tokens=32)
+    warm_ups = [world.engine.add_warm_up(prompt) for prompt in documents(4)]
+    assert crowd(world, warm_ups[-1], [[0, 0]], 400) is not None
+
+
+def test_a_question_that_comes_waits_for_no_long_step_of_warm_ups():
+    world = World(max_batched_tokens=1_024, costs=(0.01, 0.002))
+    for prompt in documents(16, tokens=512):
+        world.engine.add_warm_up(prompt)
+    world.step()  # a first one, from which it knows
+    for _ in range(5):
+        before = world.now
+        world.step()
+        assert world.now - before < 0.6

@@ -65,9 +65,9 @@ def test_files_and_folders_are_stored_and_computed_at_the_start(tmp_path: Path) 
         (folder / name).write_text(" ")
     with ServeCommand(str(folder), KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
         server.until_ready()
-        assert "stored     2 stored, 2 refused\n" in server.log
+        assert "files      2 stored, 2 refused\n" in server.log
         assert "refused: a.md and 1 more: it has no text" in server.log
-        server.until("computed [0-9]+ tokens of 2 stored documents")
+        server.until(r"computed +2 of 2 documents \([0-9]+ tokens\)")
         ids = [each["id"] for each in httpx.get(f"{server.url}/v1/documents", timeout=60).json()["data"]]
         assert sorted(ids) == ["ferry.md", "old/mill.txt"] and num_chunks(server) == 2
         server.stop()
@@ -75,9 +75,51 @@ def test_files_and_folders_are_stored_and_computed_at_the_start(tmp_path: Path) 
     again = [str(folder), str(folder / "ferry.md")]
     with ServeCommand(*again, KVMOSAIC_DOCUMENTS_DIR=str(tmp_path / "store")) as server:
         server.until_ready()
-        assert "stored     2 stored, 1 replaced, 2 refused\n" in server.log, (
+        assert "files      2 stored, 1 replaced, 2 refused\n" in server.log, (
             "of several, a folder's files have its name in front"
         )
+
+
+@pytest.mark.slow
+def test_a_folder_is_served_apart_from_the_documents_of_other_servers(tmp_path: Path) -> None:
+    one, other, home = tmp_path / "one", tmp_path / "other", {"XDG_DATA_HOME": str(tmp_path / "home")}
+    for folder, names in ((one, ("readme", "ferry")), (other, ("readme", "mill", "tower"))):
+        folder.mkdir()
+        for name in names:
+            (folder / f"{name}.md").write_text(f"The {name} of {folder.name} is old.")
+
+    def stored(folder: Path) -> tuple[str, dict[str, str]]:
+        command = ServeCommand(str(folder), **home)
+        del command._environment["KVMOSAIC_DOCUMENTS_DIR"]
+        with command as server:
+            server.until_ready()
+            server.until("computed +[0-9]")
+            listed = httpx.get(f"{server.url}/v1/documents", timeout=60).json()["data"]
+            texts = {each["id"]: httpx.get(f"{server.url}/v1/documents/{each['id']}").json()["text"] for each in listed}
+            server.stop()
+            assert server.wait() == 0
+            return server.log, texts
+
+    assert stored(one)[1].keys() == {"readme.md", "ferry.md"}
+    log, texts = stored(other)
+    assert texts["readme.md"] == "The readme of other is old." and len(texts) == 3
+    assert "documents  3 stored, all fit" in log and "computed   3 of 3 documents" in log
+    (one / "ferry.md").unlink()
+    log, texts = stored(one)
+    assert texts == {"readme.md": "The readme of one is old."} and "files      1 unchanged, 1 deleted" in log
+
+
+@pytest.mark.slow
+def test_a_server_is_ready_once_its_folder_is_stored(tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / f"{number}.md").write_text(f"The number of this text is {number}. " * 50)
+    with ServeCommand(str(tmp_path)) as server:
+        url = server.until(r"loading +reader, at (http\S+)")[1]
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, 300)
+        documents = httpx.get(f"{url}/v1/documents?limit=200", timeout=60).json()["data"]
+        assert len(documents) == 200
+        server.stop()
+        assert server.wait() == 0
 
 
 def test_files_that_cannot_be_stored_are_told_before_anything_is_loaded(tmp_path: Path) -> None:

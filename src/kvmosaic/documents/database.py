@@ -9,6 +9,7 @@ clock       seconds that have passed for times to live; not moved by changes of 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
@@ -324,12 +325,13 @@ class DocumentDatabase:
         )
 
 
-def document_place(folder: str | None, url: str | None) -> Path | str | None:
+def document_place(folder: str | None, url: str | None, of: Sequence[str] = ()) -> Path | str | None:
     """Where documents are stored, by the settings `documents_dir` and `documents_url`.
 
     Args:
         folder: a folder, or `none` for memory; None: a folder in the user's data, or memory where it cannot be created.
         url: of a PostgreSQL database, in place of a folder.
+        of: files and folders whose documents have a place of their own in the user's data.
 
     Raises:
         InvalidConfig: both are given.
@@ -343,6 +345,9 @@ def document_place(folder: str | None, url: str | None) -> Path | str | None:
     if folder is not None:
         return None if folder == NO_FOLDER else Path(folder).expanduser()
     usual = user_data_path("kvmosaic") / "documents"
+    if of:
+        names = sorted(str(Path(name).resolve()) for name in of)
+        usual /= hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     try:
         usual.mkdir(mode=0o700, parents=True, exist_ok=True)
         usual.chmod(0o700)

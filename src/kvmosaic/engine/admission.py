@@ -204,6 +204,8 @@ class Admission:
             sequence = self.first(self.passed_over | spent)
             if sequence is None or (before is not None and sequence.sort_key >= before.sort_key):
                 return None
+            if step.defers(sequence):
+                return None
             if not budget.tokens_of(sequence.tenant) or not budget.looks_of(sequence.tenant):
                 spent.add(sequence.tenant)
             elif self._allocate(sequence, step):

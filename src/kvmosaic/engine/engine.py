@@ -15,7 +15,7 @@ from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.engine.engine_core import EngineCore
 from kvmosaic.engine.likelihood import Scoring, scoring_of
 from kvmosaic.engine.placement import OversizedPrompts, PlacedPrompt, Placer
-from kvmosaic.engine.priorities import check_priority
+from kvmosaic.engine.priorities import WARM_PRIORITY, check_priority
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.rolling_window import check_memory, window_of
@@ -259,11 +259,14 @@ class Engine:
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
     ) -> Request:
-        """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used."""
+        """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used.
+
+        It gives way to other requests, until it has waited for `-WARM_PRIORITY` minutes.
+        """
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
-        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None)
+        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None, priority=WARM_PRIORITY)
 
     def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.

@@ -14,6 +14,9 @@ AGING_SECONDS = 60.0
 """Seconds of waiting that count as one step of priority: people notice minutes, and the gap between a batch job and an
 interactive request, ten steps, is ten of them."""
 
+WARM_PRIORITY = -10
+"""Of warm-ups: a request of ordinary priority takes their slots and their turn, for ten minutes."""
+
 
 def check_priority(priority: object) -> int:
     """Returns the priority of a request, if it is valid.

@@ -20,11 +20,11 @@ from kvmosaic.cache import KVCache, SpanAllocation
 from kvmosaic.config import MAX_PRIORITY, EngineConfig
 from kvmosaic.engine.admission import Admission, WaitingQueue
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
-from kvmosaic.engine.preemption import Preemption
+from kvmosaic.engine.preemption import Preemption, computes_for_others
 from kvmosaic.engine.rolling_window import max_at_once
 from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
 from kvmosaic.engine.shares import Shares
-from kvmosaic.engine.step import ScheduledTokens, Step, StepBudget, StepTimes
+from kvmosaic.engine.step import WARM_STEP_SECONDS, ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
 from kvmosaic.errors import OutOfBlocks
 
@@ -189,9 +189,14 @@ class Scheduler:
 
     @property
     def _max_tokens(self) -> int:
-        """Token budget of the next step: smaller with more than one tenant, so that none waits long for its end."""
+        """Token budget of the next step: smaller where a tenant or a request to come would wait long for its end."""
         most = self.config.max_num_batched_tokens
-        return most if len(self._seen) < 2 else self._times.max_tokens(most)
+        if len(self._seen) > 1:
+            return self._times.max_tokens(most)
+        firsts = map(self.waiting.first_of, self.waiting.tenants)
+        if all(each is None or each.request.is_warm_up for each in (*self.running, *firsts)):
+            return self._times.max_tokens(most, WARM_STEP_SECONDS)
+        return most
 
     def _ahead(self) -> tuple[set[str], set[str]]:
         """Tenants omitted from this step, and the tenants with prompts to compute for which they are.
@@ -309,6 +314,8 @@ class Scheduler:
         """
         allocation = sequence.allocation
         assert allocation is not None
+        if step.defers(sequence) and not computes_for_others(sequence):
+            return
         if allocation.is_stale:
             # the request that computed one of its chunks dropped it: start over
             self.preempt(sequence)

@@ -64,6 +64,13 @@ class Step:
         """Whether the step computes anything for a sequence."""
         return any(work.sequence is sequence for work in self.works)
 
+    def defers(self, sequence: Sequence) -> bool:
+        """Whether a sequence is a warm-up, and the step, longer by its tokens, would delay a request before it."""
+        if not sequence.request.is_warm_up:
+            return False
+        others = (work.sequence for work in self.works if not work.sequence.request.is_warm_up)
+        return any(other.sort_key < sequence.sort_key for other in others)
+
     @property
     def num_scored(self) -> int:
         """Rows of given continuations whose logits are needed."""
@@ -125,6 +132,8 @@ class StepBudget:
 
 SHARED_STEP_SECONDS = 0.015
 """Target time of a step while there is more than one tenant."""
+WARM_STEP_SECONDS = 0.5
+"""Most of a step with nothing but warm-ups, for which a request that comes may have to wait."""
 SMALL_STEP = 4
 """Tokens of a step that takes hardly longer than an empty one."""
 LEAST_ANSWERS = 8
@@ -169,12 +178,12 @@ class StepTimes:
         room = SHARED_STEP_SECONDS - self._least
         return max(LEAST_ANSWERS, int(room / self._answer)) if room > 0 else None
 
-    def max_tokens(self, most: int) -> int:
-        """Tokens of a step that other tenants wait for, at most `most`.
+    def max_tokens(self, most: int, seconds: float = SHARED_STEP_SECONDS) -> int:
+        """Tokens of a step that others wait for, at most `most`.
 
-        It takes about `SHARED_STEP_SECONDS`, or twice as long as an empty one: shorter ones would cost too much.
+        It takes about `seconds`, or twice as long as an empty one: shorter ones would cost too much.
         """
         if not self._token:
-            return most
+            return min(most, 4 * LEAST_TOKENS)
         least = self._least or 0.0
-        return min(most, max(LEAST_TOKENS, int(max(SHARED_STEP_SECONDS - least, least) / self._token)))
+        return min(most, max(LEAST_TOKENS, int(max(seconds - least, least) / self._token)))

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
@@ -29,10 +29,13 @@ from kvmosaic.tiers import Tier, TierStat
 from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from kvmosaic.documents import DocumentStore
     from kvmosaic.llm import LLM
     from kvmosaic.server.services import Services
 
+T = TypeVar("T")
 logger = logging.getLogger("kvmosaic.server")
 
 SWITCH_SECONDS = 0.0005
@@ -207,20 +210,27 @@ class _Launch:
         serving = asyncio.create_task(self._listener.serve(sockets=[place]), name="listener")
         try:
             self._say(f"loading    {self._settings.model}, at {address}")
-            services = await self._load()
-            if services is None:
+            loaded = await self._load()
+            if loaded is None:
                 return False
             from kvmosaic.server.documents.cached import swept  # imports torch
 
+            services, app = loaded
             self._services = services
             async with swept(services), trimmed_heap():
                 if self._settings.documents and self._fill is not None:
-                    self._say(f"stored     {await self._fill(services)}")
+                    stored = await self._unless_stopped(asyncio.ensure_future(self._fill(services)))
+                    if stored is None:
+                        await services.close()
+                        return False
+                    self._say(f"files      {stored}")
+                self._startup.open(app, services.tenants)
                 self._describe(services)
                 self._say(f"ready      {address}")
                 warming = asyncio.create_task(self._warm(services), name="warm-on-start")
                 await self._told_to_stop.wait()
                 warming.cancel()
+                await asyncio.wait((warming,))  # it is no request that would be drained
                 await self._drain(services)
             return not services.is_working
         finally:
@@ -250,19 +260,20 @@ class _Launch:
         if unchanged:
             logger.warning("settings that need a restart: %s", ", ".join(map(flag_of, unchanged)))
 
-    async def _load(self) -> Services | None:
-        """Loads the model; returns its services once requests reach them, None if stopped before."""
+    async def _load(self) -> tuple[Services, ASGIApp] | None:
+        """Loads the model; None if stopped before it is loaded."""
         with self._notices.status(f"loading {self._settings.model}"):
-            loading = load_in_thread(self._settings, self._tiers)
-            stopping = asyncio.create_task(self._told_to_stop.wait())
-            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-        if not loading.done():
-            loading.cancel()
-            return None
-        services, app = loading.result()
-        self._startup.open(app, services.tenants)
-        return services
+            return await self._unless_stopped(load_in_thread(self._settings, self._tiers))
+
+    async def _unless_stopped(self, work: asyncio.Future[T]) -> T | None:
+        """Returns the result of `work`; None if a signal to stop comes first."""
+        stopping = asyncio.create_task(self._told_to_stop.wait())
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if work.done():
+            return work.result()
+        work.cancel()
+        return None
 
     async def _drain(self, services: Services) -> None:
         services.admission.is_draining = True
@@ -276,14 +287,16 @@ class _Launch:
 
     async def _warm(self, services: Services) -> None:
         """Computes stored documents, if the settings say so."""
-        if not (self._settings.warm_on_start or self._settings.documents):
+        if not (self._settings.warm_on_start or self._settings.documents) or not services.llm.has_chunk_cache:
             return
         from kvmosaic.server.documents.served import warm_stored  # imports torch
 
         try:
+            self._say("           documents are computed meanwhile; requests go first")
             with progress_bar(self._notices) as bar:
                 task = bar.add_task("computing documents", total=None)
-                await warm_stored(services, lambda done, total: bar.update(task, completed=done, total=total))
+                told = await warm_stored(services, lambda done, total: bar.update(task, completed=done, total=total))
+            self._say(f"computed   {told}")
         except Exception:  # the server goes on without them
             logger.exception("stored documents are not computed at the start")
 

@@ -337,6 +337,6 @@ def _reply_while_loading(scope: Scope) -> Response:
         return JSONResponse({"status": "ok"})
     if path in PROBES:
         return JSONResponse({"status": "loading"}, 503, headers=retry)
-    message = "the model is still being loaded; try again soon"
+    message = "the model and the documents are still being loaded; try again soon"
     error = ApiError(503, message, type="service_unavailable", code="loading", headers=retry)
     return reply_of_error(error, scope)

@@ -7,8 +7,8 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvmosaic.errors import InvalidConfig, TierError
 from kvmosaic.server.settings import ServerSettings
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from kvmosaic.llm import LLM
     from kvmosaic.server.services import Services
+
+T = TypeVar("T")
 
 
 def open_places(settings: ServerSettings) -> list[Tier]:
@@ -69,29 +71,29 @@ def load_in_thread(settings: ServerSettings, tiers: Sequence[Tier]) -> asyncio.F
 
     Importing torch alone takes seconds, during which the process already answers probes.
     """
+    return in_daemon_thread(lambda: _load(settings, tiers))
+
+
+def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs something long in a thread that the process need not wait for at its end."""
     loop = asyncio.get_running_loop()
-    loaded: asyncio.Future[tuple[Services, FastAPI]] = loop.create_future()
+    done: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: tuple[Services, FastAPI] | None, error: BaseException | None) -> None:
-        if loaded.cancelled():
-            return
-        if result is not None:
-            loaded.set_result(result)
-        else:
-            assert error is not None
-            loaded.set_exception(error)
+    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not done.cancelled():
+            set_outcome(outcome)
 
-    def load() -> None:
-        result, failure = None, None
+    def run() -> None:
+        outcome: tuple[Callable[[Any], None], object]
         try:
-            result = _load(settings, tiers)
+            outcome = done.set_result, work()
         except BaseException as error:
-            failure = error
+            outcome = done.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop may be closed already
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=load, name="kvmosaic-load", daemon=True).start()
-    return loaded
+    threading.Thread(target=run, name="kvmosaic-load", daemon=True).start()
+    return done
 
 
 def _load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, FastAPI]:

@@ -82,7 +82,8 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     documents: Texts = _setting(
         (),
         "Documents",
-        "Files, and folders with their sub-folders, that are stored and computed at the start; see kvmosaic documents.",
+        "Files, and folders with their sub-folders, that are stored and computed at the start; without "
+        "--documents-dir apart from documents of other servers.",
     )
     served_model_name: Texts = _setting(
         (), "Model", "What clients call the model; several names may be given. Default: MODEL."
@@ -306,7 +307,13 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         from kvmosaic.documents import document_place
 
         url: SecretStr | None = self.documents_url
-        return document_place(self.documents_dir, None if url is None else url.get_secret_value())
+        of = self.documents if self.has_own_documents else ()
+        return document_place(self.documents_dir, None if url is None else url.get_secret_value(), of)
+
+    @property
+    def has_own_documents(self) -> bool:
+        """Whether documents are kept apart from those of other servers: the files given, and what is stored later."""
+        return bool(self.documents) and self.documents_dir is None and self.documents_url is None
 
     def llm_config(self, tiers: Sequence[Tier] | None = None) -> LLMConfig:
         """Returns the settings of the `LLM`; `tiers`: tiers that are already open.

@@ -272,6 +272,15 @@ class ServerDocuments:
         if self._ask("DELETE", _path(document_id)).get("deleted") is not True:
             raise no_kvmosaic(self.url)
 
+    def warm(self, document_id: str, system: str | None) -> bool:
+        """Computes a document for requests with this system text; returns whether it was not cached."""
+        body = {} if system is None else {"system": system}
+        path = f"{ROUTE}{_path(document_id)}:warm"
+        num_computed = fields_of_server(self.url, path, self._timeout, body=body).get("num_computed")
+        if not isinstance(num_computed, int):
+            raise no_kvmosaic(self.url)
+        return num_computed > 0
+
     def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
         body = b"\n".join(line.line for line in batch)
         reply = fields_of_server(self.url, f"{ROUTE}:batch", self._timeout, method="POST", lines=body)

@@ -33,6 +33,10 @@ Pin = Annotated[bool, typer.Option("--pin", help="Keep them in the cache once th
 Ttl = Annotated[
     int | None, typer.Option("--ttl", min=1, max=31_536_000, help="Lifetime in seconds. Default: the server's.")
 ]
+Warm = Annotated[bool, typer.Option("--warm", help="Compute them, too, so that the first question is fast.")]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="System text of the later requests, for which they are computed.")
+]
 LOCAL = "http://127.0.0.1:8000"
 
 
@@ -111,6 +115,27 @@ def remove(ids: Ids, server: Server = LOCAL, timeout: Timeout = 60.0) -> None:
 
 
 @documents.command()
+def warm(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of documents. Default: all.")] = None,
+    system: System = None,
+    as_json: AsFields = False,
+    server: Server = LOCAL,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Compute stored documents now, so that the first question about them is fast. Exit code 1 if some are not there.
+
+    Requests of others go first. Run it again after an interruption: what is computed stays.
+    """
+    from kvmosaic.console.documents.client import ServerDocuments
+    from kvmosaic.console.documents.sync import Warming, warm_documents
+
+    client = ServerDocuments(server, timeout)
+    counts = warm_documents(client, ids or [each["id"] for each in client.listed()], Warming(system))
+    counts.show(as_json)
+    raise typer.Exit(counts.exit_code)
+
+
+@documents.command()
 def sync(
     folder: Folder,
     prefix: Prefix = "",
@@ -118,6 +143,8 @@ def sync(
     delete: Delete = False,
     pin: Pin = False,
     ttl: Ttl = None,
+    warm: Warm = False,
+    system: System = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on whenever a file has changed, until Ctrl-C.")] = False,
     as_json: AsFields = False,
     server: Server = LOCAL,
@@ -128,9 +155,13 @@ def sync(
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.sync import FileFields, FolderSync, sync_folder, watch_folder
+    from kvmosaic.console.documents.sync import FileFields, FolderSync, Warming, sync_folder, watch_folder
+    from kvmosaic.errors import InvalidConfig
 
-    client, wanted = ServerDocuments(server, timeout), FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl))
+    if system is not None and not warm:
+        raise InvalidConfig("--system is that of the requests that --warm computes for; give --warm, too")
+    client, warming = ServerDocuments(server, timeout), Warming(system) if warm else None
+    wanted = FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl), warming)
     if watch:
         watch_folder(client, wanted, as_json)
         return

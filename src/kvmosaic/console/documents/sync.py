@@ -20,8 +20,9 @@ from rich.progress import Progress
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
 from kvmosaic.console.folder import MAX_FILE_BYTES, find_documents, read_file
 from kvmosaic.console.text import one_line
-from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError
+from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError, UnknownDocument
 from kvmosaic.extraction import extract_text
+from kvmosaic.server.model_loader import in_daemon_thread
 from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
@@ -117,15 +118,20 @@ MAX_REFUSED_LINES = 50
 WATCH_SECONDS = 2.0
 """Between two looks at a watched folder."""
 
+COUNTED = ("stored", "replaced", "unchanged", "deleted", "computed", "cached")
+
 
 @dataclass(slots=True)
 class UploadCounts:
-    """Counts of one upload."""
+    """What became of documents."""
 
     stored: int = 0
     replaced: int = 0
     unchanged: int = 0
     deleted: int = 0
+    computed: int = 0
+    cached: int = 0
+    """Found computed when they were to be warmed."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reasons by name."""
     is_interrupted: bool = False
@@ -141,9 +147,10 @@ class UploadCounts:
 
     def include(self, other: UploadCounts) -> None:
         """Adds the counts of another upload."""
-        for name in ("stored", "replaced", "unchanged", "deleted"):
+        for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.refused |= other.refused
+        self.is_interrupted |= other.is_interrupted
 
     @property
     def exit_code(self) -> int:
@@ -168,10 +175,17 @@ class UploadCounts:
             typer.echo(f"refused: {one_line(names[0], 400)}{more}: {one_line(reason, 400)}", err=True)
 
     def __str__(self) -> str:
-        numbers = {name: getattr(self, name) for name in ("stored", "replaced", "unchanged", "deleted")}
-        told = [f"{number:,} {name}" for name, number in numbers.items() if number or name == "stored"]
-        told += [f"{len(self.refused):,} refused"] if self.refused else []
+        numbers = {name: getattr(self, name) for name in COUNTED}
+        numbers["refused"] = len(self.refused)
+        told = [f"{number:,} {name}" for name, number in numbers.items() if number] or ["nothing to do"]
         return ", ".join(told) + (" (interrupted; the same command goes on)" if self.is_interrupted else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """The requests that documents are computed for."""
+
+    system: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +199,8 @@ class FolderSync:
     delete: bool = False
     """Whether documents are deleted whose files are gone, as far as they came from files."""
     fields: FileFields = field(default_factory=FileFields)
+    warm: Warming | None = None
+    """Whether they are computed, too, and for which requests."""
 
     def gone(self, document_ids: Iterable[str]) -> list[str]:
         """Those of these documents whose files are gone; a file that the pattern leaves out is still there."""
@@ -251,6 +267,32 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
                 break
             server.delete(name)
             counts.deleted += 1
+    if sync.warm is not None and not counts.is_interrupted:
+        counts.include(warm_documents(server, [name for name in files if name not in counts.refused], sync.warm))
+    return counts
+
+
+def warm_documents(server: ServerDocuments, ids: Sequence[str], warming: Warming) -> UploadCounts:
+    """Computes documents one by one. What is cached costs nothing: the same call goes on after an interruption.
+
+    Raises:
+        KVMosaicError: the server cannot be asked.
+    """
+    counts = UploadCounts()
+    with progress_bar(Console(stderr=True)) as bar:
+        task = bar.add_task("computing", total=len(ids))
+        try:
+            for document_id in ids:
+                try:
+                    is_new = server.warm(document_id, warming.system)
+                except UnknownDocument:
+                    counts.refused[document_id] = "it is not stored"
+                else:
+                    counts.computed += is_new
+                    counts.cached += not is_new
+                bar.advance(task)
+        except KeyboardInterrupt:
+            counts.is_interrupted = True
     return counts
 
 
@@ -346,6 +388,10 @@ class LocalDocuments(ServerDocuments):
         for each in self._served.store.documents(self._served.tenant):
             yield {"id": each.id, "metadata": each.metadata}
 
+    def delete(self, document_id: str) -> None:
+        """Deletes a document."""
+        self._run(self._served.drop_deleted(self._served.store.delete(self._served.tenant, document_id)))
+
     def _send(self, batch: list[NamedLine]) -> Iterator[Outcome]:
         async def lines() -> AsyncIterator[bytes]:
             for each in batch:
@@ -363,22 +409,26 @@ class LocalDocuments(ServerDocuments):
 
 
 async def add_documents(services: Services, names: Sequence[str]) -> str:
-    """Stores files, and the files of folders, unless they are stored as they are now; returns what became of them."""
+    """Stores files, and the files of folders, unless they are stored as they are now; returns what became of them.
+
+    Where these documents have a place of their own, those whose files are gone are deleted.
+    """
     from kvmosaic.server.documents.served import ServerDocuments as ServedDocuments  # imports torch
 
     (tenant,) = services.tenants
     documents = LocalDocuments(ServedDocuments(services, tenant, "start"), asyncio.get_running_loop())
-    counts = await asyncio.to_thread(_added, documents, [Path(name) for name in names])
+    paths, delete = [Path(name) for name in names], services.settings.has_own_documents
+    counts = await in_daemon_thread(lambda: _added(documents, paths, delete))
     counts.show_refused()
     return str(counts)
 
 
-def _added(documents: LocalDocuments, paths: Sequence[Path]) -> UploadCounts:
+def _added(documents: LocalDocuments, paths: Sequence[Path], delete: bool) -> UploadCounts:
     counts = UploadCounts()
     for path in paths:
         if path.is_dir():
             prefix = f"{path.resolve().name}/" if len(paths) > 1 else ""
-            counts.include(sync_folder(documents, FolderSync(path, prefix=prefix)))
+            counts.include(sync_folder(documents, FolderSync(path, prefix=prefix, delete=delete)))
     if files := [path for path in paths if not path.is_dir()]:
         counts.include(add_files(documents, files, None, FileFields()))
     return counts

@@ -184,28 +184,32 @@ class ServerDocuments(ServedDocuments):
         return [replace(single, tenant=self.tenant) for single in prompt.singles(with_places=context == "companions")]
 
 
-async def warm_stored(services: Services, progress: Callable[[int, int], None]) -> None:
-    """Computes the stored documents of all tenants, the newest first, as far as the cache has room.
+async def warm_stored(services: Services, progress: Callable[[int, int], None]) -> str:
+    """Computes the stored documents of all tenants, the newest first, as far as the cache has room; says how many.
 
     They are computed for requests with the system text `warm_system`, and as other requests leave time for it.
     `progress` gets how many of a tenant's documents are done, and of how many.
     """
     options = WarmOptions(system=services.settings.warm_system or None)
+    num_documents = num_computed = num_tokens = 0
     for tenant in services.tenants:
         served = ServerDocuments(services, tenant, "warm-on-start")
         stored = await asyncio.to_thread(services.documents.documents, tenant.name)
         job = WarmJob(dict(enumerate(document.id for document in reversed(stored))), options)
-        num_done, num_tokens, evictions = 0, 0, await served.num_evictions()
+        num_documents += len(stored)
+        num_done, evictions = 0, await served.num_evictions()
         try:
             async with aclosing(served.warm(job)) as ends:
                 async for warmed in ends:
                     num_done, num_tokens = num_done + 1, num_tokens + warmed.num_tokens
+                    num_computed += warmed.error is None
+                    if warmed.error is not None:
+                        logger.warning("%s is not computed: %s", warmed.id, warmed.error.message)
                     progress(num_done, len(stored))
                     if await served.num_evictions() > evictions:
-                        logger.warning("the cache is full after %d tokens of stored documents", num_tokens)
+                        logger.warning("the cache is full; --chunk-cache-size makes it larger")
                         break
         except ApiError as error:
             logger.warning("stored documents are not computed at the start: %s", error.message)
-            return
-        if stored:
-            logger.info("computed %d tokens of %d stored documents at the start", num_tokens, len(stored))
+            break
+    return f"{num_computed:,} of {num_documents:,} documents ({num_tokens:,} tokens)"
