@@ -189,6 +189,37 @@ def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() 
     assert llm.engine.advisor.lost["unmarked"] > 100
 
 
+WRITTEN = {
+    "first line": lambda texts: "\n\n".join(f"Document {place}: {text}" for place, text in enumerate(texts, 1)),
+    "list": lambda texts: "\n".join(f"{place}. {text}" for place, text in enumerate(texts, 1)),
+    "paragraphs": "\n\n".join,
+    "bullets": lambda texts: "Context:\n" + "\n".join(f"- {text}" for text in texts),
+    "rules": "\n\n---\n\n".join,
+    "parts": lambda texts: [{"type": "text", "text": text} for text in texts],
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_documents_in_other_forms_are_told_in_the_first_reply_too(form: str) -> None:
+    llm, texts = LLM("reader"), [2 * TOWER, 2 * MILL, 2 * "The Silver Heron was built in 1874. Its cargo is timber."]
+    told = []
+    for number in range(4):
+        content = WRITTEN[form](texts[number % 3 :] + texts[: number % 3])  # type: ignore[operator]
+        content = (
+            f"{content}\n\nWhy {number}?" if isinstance(content, str) else [*content, content[0] | {"text": "Why?"}]
+        )
+        said = [*asked(system=f"Answer {number}.")[:1], {"role": "user", "content": content}]
+        told.append(ask(llm, said=said).reuse.advice)
+    assert len(told[0]) == 1 and "in the field documents" in told[0][0] and "computed once" in told[0][0]
+    assert "computed again" in told[-1][0] and llm.engine.advisor.lost["unmarked"] > 100
+
+
+def test_a_long_question_of_one_text_is_no_reason_for_advice() -> None:
+    llm = LLM("reader")
+    said = [{"role": "user", "content": f"Summarize this:\n{8 * TOWER}"}]
+    assert ask(llm, said=said).reuse.advice == ()
+
+
 def test_tenants_have_histories_of_their_own_and_there_are_not_too_many() -> None:
     advisor = ReuseAdvisor()
     report = ReuseReport(

@@ -52,6 +52,10 @@ _MIN_UNMARKED_TOKENS = 64
 _MAX_COMPARED = 4_096
 """Tokens of system texts, and characters of named documents, that are compared with those before."""
 _NUMBERS = re.compile(r"\d+")
+_MARK = re.compile(r"<\|[^|<>\n]{1,40}\|>|\[/?INST\]|(?:(?<=\n)|^)(?:User|Human|USER): ?")
+"""What a chat template writes before a text: the text begins a line."""
+_LONG_LINE = re.compile(r"(?:(?<=\n)|^)[-*• \t]{0,8}(?P<text>[^\n]{100,})")
+_MIN_LONG_LINES = 3
 _STORED = re.compile(r" \[stored [0-9]+\]| \([0-9]+/[0-9]+\)\Z")
 """What labels of stored documents and of parts add to a name."""
 _ANY_PATTERN = document_finder(("patterns",), None)
@@ -164,16 +168,23 @@ class _TenantHistory:
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
             return lost, ()
         told = []
+        text = _MARK.sub(lambda mark: "\n".rjust(len(mark[0])), text)
         found = _ANY_PATTERN.find(text)
-        lost["unmarked"] = self._lost_of(found, text, segment, reuse)
-        if len(found) > 1 and self._say_first("unmarked"):
-            told.append(
-                f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}"
-            )
-        if not found:
-            lost["edited_history"] = count = self._lost_of(list(_TOOL_RESULTS.find(text)), text, segment, reuse)
+        results = [] if found else list(_TOOL_RESULTS.find(text))
+        if results:
+            lost["edited_history"] = count = self._lost_of(results, text, segment, reuse)
             if count and self._say_first("edited_history"):
                 told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
+            return lost, tuple(told)
+        if len(found) > 1:
+            what = f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}"
+        else:
+            lines = [FoundDocument(*each.span("text"), "line") for each in _LONG_LINE.finditer(text)]
+            what = _ADVICE["unknown_form"] if len(lines) >= _MIN_LONG_LINES else ""
+            found = lines or found
+        lost["unmarked"] = self._lost_of(found, text, segment, reuse)
+        if what and self._say_first("unmarked"):
+            told.append(what)
         return lost, tuple(told)
 
     def _lost_of(self, found: Sequence[FoundDocument], text: str, segment: Segment, reuse: SegmentReuse) -> int:
@@ -225,6 +236,8 @@ class _TenantHistory:
 
 
 _ADVICE: Mapping[str, str] = {
+    "unknown_form": "the text may hold documents: in the field documents, or between <document> and </document>, each "
+    "is computed once, wherever it is in a prompt",
     "evicted": "documents left the cache before they came again; set a larger chunk_cache_size, or a tier (chunk_tier)",
     "white_space": "documents differ from earlier ones in white space only; send the same text each time",
     "counter": "documents differ from earlier ones in numbers only (an index, a score, a date); leave these numbers "

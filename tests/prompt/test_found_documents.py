@@ -91,6 +91,14 @@ def numbered(documents: list[str]) -> str:
     return f"Answer from these.\n\n{inner}Why?"
 
 
+def plain_list(documents: list[str]) -> str:
+    return "Answer from these.\n\n" + "\n\n".join(f"{i}. {each}" for i, each in enumerate(documents, 1)) + "\n\nWhy?"
+
+
+def headed(documents: list[str]) -> str:
+    return "".join(f"Source: notes {i}.txt\n{each}\n\n" for i, each in enumerate(documents)) + "Why?"
+
+
 def json_list(documents: list[str]) -> str:
     return f"Use these: {json.dumps([{'id': i, 'text': each} for i, each in enumerate(documents)])}\nWhy?"
 
@@ -106,9 +114,11 @@ WRITERS = {
     "context-tags": context_tags,
     "headings": headings,
     "numbered": numbered,
+    "list": plain_list,
+    "headed": headed,
     "json": json_list,
 }
-LOOSE = {"context-tags", "headings", "numbered", "json"}
+LOOSE = {"context-tags", "headings", "numbered", "list", "headed", "json"}
 
 
 def test_texts_that_no_model_reads_are_not_searched() -> None:
@@ -125,10 +135,10 @@ def test_every_pattern_is_tried() -> None:
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1,)])
 def test_documents_of_a_template_are_found_in_any_order(name: str, order: tuple[int, ...]) -> None:
-    if name == "numbered" and len(order) == 1:
-        assert found_in(numbered([TOWER])) == []
+    if name in ("numbered", "list", "headed") and len(order) == 1:
+        assert found_in(WRITERS[name]([2 * TOWER])) == []
         return
-    documents = [DOCUMENTS[index].replace("\n", " ") for index in order]
+    documents = [2 * DOCUMENTS[index].replace("\n", " ") for index in order]
     text = WRITERS[name](documents)
     assert found_in(text) == documents
     assert found_in(text, document_finder(("auto",), None)) == ([] if name in LOOSE else documents)
@@ -147,7 +157,21 @@ def test_documents_are_numbered_in_one_way(mark: str, first: int) -> None:
     assert found_in(written(DOCUMENTS)) == DOCUMENTS
     quoting = [TOWER, f"{BRIDGE}\n[17] A note.\n## Document 9\nAnother.", MILL]
     assert found_in(written(quoting)) == quoting
-    assert found_in(f"Do this:\n1. {TOWER}\n2. {MILL}\n") == []
+    assert found_in(f"Do this:\n1. {TOWER}\n2. {MILL}\n") == [], "a list of short items is no list of documents"
+
+
+def test_a_number_may_stand_on_a_line_of_its_own_with_an_empty_one_after_it() -> None:
+    text = "\n\n".join(f"## Document {number}\n\n{each}" for number, each in enumerate(DOCUMENTS, 1))
+    assert found_in(f"{text}\n\nWhy?") == DOCUMENTS
+
+
+def test_marks_after_a_heading_are_those_of_the_documents() -> None:
+    listed = [each.replace("\n", " ") for each in DOCUMENTS]
+    values = json.dumps([{"title": "a", "text": each} for each in listed])
+    assert found_in(f"Context: {values}\n\nQuestion: Why?") == listed
+    assert found_in(f"Context: {json.dumps([2 * each for each in listed])}\n\nQuestion: Why?") == [
+        2 * e for e in listed
+    ]
 
 
 def test_the_texts_of_a_json_list_are_found_whatever_they_hold() -> None:

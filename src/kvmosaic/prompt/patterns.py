@@ -79,34 +79,45 @@ class RegionPattern:
 
 
 @dataclass(frozen=True, slots=True)
-class NumberedPattern:
-    """Documents that are numbered from 0 or 1, all in the same way: `[1] …`, `## Document 1`.
+class MarkedPattern:
+    """Documents that begin with marks of one kind, with numbers from 0 or 1 or without: `[1] …`, `Source: a.txt`.
 
-    The next number ends a document, an empty line the last one.
+    The next mark ends a document, an empty line after some text the last one.
     """
 
     name: str
     opening: re.Pattern[str]
-    """The groups "before", "number" and "after"; what is around the number is that of the first."""
+    """The groups "before", "number" and "after", the same for all but for the number; or "before" and "name"."""
+    min_characters: int = 0
+    """Of each document: marks that short items have, too, open none."""
 
     def find(self, text: str) -> Iterator[FoundDocument]:
-        """The documents in a text, in order; none if there is only one number."""
+        """The documents in a text, in order; none if there is only one mark."""
         marks: list[re.Match[str]] = []
+        kind, following = None, 0
         for each in self.opening.finditer(text):
-            number, around = int(each["number"]), each.group("before", "after")
-            if not marks:
-                marks += [each] if number <= 1 else []
-            elif number == int(marks[0]["number"]) + len(marks) and around == marks[0].group("before", "after"):
+            number, of_kind = self._read(each)
+            is_next = number == following if marks else number <= 1
+            if is_next and (of_kind == kind or not marks):
                 marks.append(each)
+                kind, following = of_kind, number + ("number" in self.opening.groupindex)
         if len(marks) < 2:
             return
-        last = _EMPTY_LINE.search(text, marks[-1].end())
+        begin = _NO_SPACE.search(text, marks[-1].end())
+        last = _EMPTY_LINE.search(text, begin.start()) if begin else None
         ends = [*(each.start() for each in marks[1:]), last.start() if last else len(text)]
+        if any(end - mark.end() < self.min_characters for mark, end in zip(marks, ends, strict=True)):
+            return
         for mark, end in zip(marks, ends, strict=True):
-            yield FoundDocument(mark.end(), end, f"pattern {self.name}")
+            yield FoundDocument(mark.end(), end, f"pattern {self.name}", mark.groupdict().get("name"))
+
+    def _read(self, mark: re.Match[str]) -> tuple[int, tuple[str | None, str | None]]:
+        """Its number, 0 for all if they have none, and what it is like."""
+        groups = mark.groupdict()
+        return int(groups.get("number") or 0), (groups["before"], groups.get("after"))
 
 
-TemplatePattern = TaggedPattern | RegionPattern | NumberedPattern
+TemplatePattern = TaggedPattern | RegionPattern | MarkedPattern
 PATTERNS: Mapping[str, TemplatePattern] = {
     pattern.name: pattern
     for pattern in (
@@ -160,7 +171,7 @@ PATTERNS: Mapping[str, TemplatePattern] = {
             re.compile(r"(?:^|\n)[ \t]{0,64}(?:Context|Documents|Sources|Passages):[ \t]{0,64}"),
             ("\n\nQuestion:", "\nQuestion:", "\nQuery:", "\nAnswer:", "Question:", "Query:", "Answer:"),
         ),
-        NumberedPattern(
+        MarkedPattern(
             "numbered",
             re.compile(
                 r"(?:(?<=\n)|^)(?P<before>#{0,6}[ \t]{0,4}"
@@ -168,21 +179,37 @@ PATTERNS: Mapping[str, TemplatePattern] = {
                 r"(?P<number>[0-9]{1,4})(?P<after>\]?\)?[:.]?)(?=\s)"
             ),
         ),
+        MarkedPattern(
+            "list",
+            re.compile(r"(?:(?<=\n)|^)(?P<before>[ \t]{0,4})(?P<number>[0-9]{1,4})(?P<after>[.)])[ \t]"),
+            min_characters=100,
+        ),
+        MarkedPattern(
+            "headed",
+            re.compile(
+                r"(?:(?<=\n)|^)(?P<before>#{0,6}[ \t]{0,4}(?:Source|File|Filename|Title|Document|URL):[ \t]{1,4})"
+                r"(?P<name>[^\n]{1,256})\n"
+            ),
+        ),
         TaggedPattern(
             "json",
-            re.compile(r'"(?:text|content|page_content|body|snippet)"\s{0,8}:\s{0,8}"'),
+            re.compile(
+                r'(?:"(?:text|content|page_content|body|snippet)"\s{0,8}:\s{0,8}|(?<=[\[,])\s{0,8}(?="[^"\n]{99}))"'
+            ),
             re.compile(r'(?<!\\)(?:\\\\)*"'),
         ),
     )
 }
 """Templates of applications, by name."""
+_REGIONS = frozenset(f"pattern {name}" for name, pattern in PATTERNS.items() if isinstance(pattern, RegionPattern))
 
 
 @dataclass(frozen=True, slots=True)
 class TemplatePatterns:
     r"""One of several patterns: the one that opens first in a text, since a document may quote any other.
 
-    Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`.
+    Where a region opens, and a tag right after that, the tag counts: `<context>\\n<source id="1">`. So do several
+    documents in a region that has no empty line: `Context: [{"text": …`.
     """
 
     patterns: tuple[TemplatePattern, ...]
@@ -197,8 +224,17 @@ class TemplatePatterns:
                 inner = (tag for tag in opened if first and tag[0].start() == first.start())
                 pattern = next((tag for _, tag in inner if isinstance(tag, TaggedPattern)), pattern)
             if documents := list(pattern.find(text)):
-                return documents
+                return self._inside(documents[0], text) if len(documents) == 1 else documents
         return []
+
+    def _inside(self, whole: FoundDocument, text: str) -> list[FoundDocument]:
+        """The documents that marks or quotes separate in the only one of a region, if there are several."""
+        inner = text[whole.start : whole.end]
+        for pattern in self.patterns if whole.origin in _REGIONS else ():
+            if not isinstance(pattern, RegionPattern) and len(documents := list(pattern.find(inner))) > 1:
+                start = whole.start
+                return [replace(each, start=each.start + start, end=each.end + start) for each in documents]
+        return [whole]
 
 
 class OwnPattern:
@@ -278,7 +314,7 @@ HINTS = (
     "Use the following pieces of ",
 )  # fmt: skip
 """One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
-_LOOSE = frozenset({"context-tags", "headings", "numbered", "json"})
+_LOOSE = frozenset({"context-tags", "headings", "numbered", "list", "headed", "json"})
 """Patterns that other texts than those of a template may match, too; `auto` leaves them out."""
 
 
