@@ -190,11 +190,7 @@ def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() 
 
 
 WRITTEN = {
-    "first line": lambda texts: "\n\n".join(f"Document {place}: {text}" for place, text in enumerate(texts, 1)),
-    "list": lambda texts: "\n".join(f"{place}. {text}" for place, text in enumerate(texts, 1)),
-    "paragraphs": "\n\n".join,
     "bullets": lambda texts: "Context:\n" + "\n".join(f"- {text}" for text in texts),
-    "rules": "\n\n---\n\n".join,
     "parts": lambda texts: [{"type": "text", "text": text} for text in texts],
 }
 
@@ -215,9 +211,9 @@ def test_documents_in_other_forms_are_told_in_the_first_reply_too(form: str) -> 
 
 
 def test_a_long_question_of_one_text_is_no_reason_for_advice() -> None:
-    llm = LLM("reader")
-    said = [{"role": "user", "content": f"Summarize this:\n{8 * TOWER}"}]
-    assert ask(llm, said=said).reuse.advice == ()
+    text = f"Summarize this:\n{8 * TOWER}"
+    prompt = Prompt((Segment(SegmentKind.PLAIN, token_ids=(1,) * 200, text=text),))
+    assert ReuseAdvisor().explain(prompt, ReuseReport((SegmentReuse("plain", 200, "computed"),))).advice == ()
 
 
 def test_tenants_have_histories_of_their_own_and_there_are_not_too_many() -> None:

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 PANEL = "The plan of a device"
 Codec = Literal["none", "int8"]
-_USUAL_DOCUMENTS = 1_000
+_USUAL_DOCUMENTS = 100
 """Documents of a plan that names no number."""
+_CHARACTERS_PER_TOKEN = 4
+"""About, for the plan of a folder: no tokenizer is needed to plan."""
 device_option = partial(typer.Option, rich_help_panel=PANEL)
 
 
@@ -69,14 +71,24 @@ class DeviceOptions:
     chunk_tier: Annotated[list[str] | None, option("chunk_tier", panel=PANEL)] = None
     chunk_codec: Annotated[Codec, option("chunk_codec", panel=PANEL)] = "none"
 
-    def demand(self, documents: int, *, is_capped: bool) -> Demand:
-        """Documents and prompts; `is_capped`: a prompt takes no more documents than there are."""
+    def demand(self, given: str | None, *, is_capped: bool) -> Demand:
+        """Documents, a number or those of a folder, and prompts.
+
+        `is_capped`: a prompt takes no more documents than there are.
+        """
         from kvmosaic.capacity import Demand
 
-        per_prompt = self.documents_per_prompt
+        per_prompt, tokens = self.documents_per_prompt, self.tokens_per_document
+        if given is not None and Path(given).is_dir():
+            from kvmosaic.console.folder import read_folder
+
+            lengths = [len(document["text"]) for document in read_folder(Path(given))]
+            documents, tokens = len(lengths), -(-sum(lengths) // (len(lengths) * _CHARACTERS_PER_TOKEN))
+        else:
+            documents = _number_of_documents(given)
         return Demand(
             documents,
-            self.tokens_per_document,
+            tokens,
             self.concurrency,
             min(per_prompt, documents) if is_capped else per_prompt,
             self.system_tokens,
@@ -88,7 +100,9 @@ class DeviceOptions:
 def _number_of_documents(given: str | None) -> int:
     text = str(_USUAL_DOCUMENTS) if given is None else given.replace(",", "").replace("_", "")
     if not text.isdecimal() or len(text) > 18:
-        raise InvalidConfig(f"--documents is {text[:40]!r}; the plan of a device needs a whole number there")
+        raise InvalidConfig(
+            f"--documents is {text[:40]!r}, and there is no folder of that name; give a folder, or how many there are"
+        )
     return int(text)
 
 
@@ -110,7 +124,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="DIR | NUMBER",
-            help="A folder of documents for a prompt; or, for a device, how many documents there are.",
+            help="A folder of documents, or how many there are. Default: 100.",
         ),
     ] = None,
     question: Questions = None,
@@ -121,15 +135,15 @@ def plan(
 
     kvmosaic plan reader --documents notes --question "Where?"
 
-    kvmosaic plan reader --documents 10000
+    kvmosaic plan reader --documents notes
 
     kvmosaic plan llama --device-memory 80GiB --documents 10000 --tokens-per-document 1000 --concurrency 32
 
     The first composes a prompt without answering it. The others read a configuration, and no weights: how many
-    documents stay in memory, and how often one is found there and in each tier. The second is about this machine;
+    documents stay in memory and in each tier. The second is about this machine;
     --device-memory is about another one.
     """
-    if not _is_of_device(context, documents):
+    if not _is_of_device(context):
         opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
 
         from kvmosaic.console.plan_output import show_plans
@@ -140,16 +154,14 @@ def plan(
     from kvmosaic.console.prompt_source import check_model_is_not_a_prompt
 
     check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)
-    number = _number_of_documents(documents)
-    demand = device.demand(number, is_capped=not _given(context, ("documents_per_prompt",)))
+    demand = device.demand(documents, is_capped=not _given(context, ("documents_per_prompt",)))
     show_capacity(opening, device, demand, as_json=as_json)
 
 
-def _is_of_device(context: typer.Context, documents: str | None) -> bool:
+def _is_of_device(context: typer.Context) -> bool:
     """Whether a device is to be planned; refuses contradictory options."""
     of_device, of_prompt = _given(context, _OF_DEVICE), _given(context, _OF_PROMPT)
-    has_folder = documents is not None and not documents.replace(",", "").replace("_", "").isdecimal()
-    if not of_device and (of_prompt or has_folder):
+    if not of_device and of_prompt:
         return False
     if of_prompt:
         raise InvalidConfig(
