@@ -43,7 +43,7 @@ def test_a_size_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_server_says_what_the_cache_holds() -> None:
     with ServeCommand() as command:
         command.until_ready()
-        assert command.until(r"documents +none stored; [0-9,]+ tokens, 32 MiB fit")
+        assert command.until(r"documents +none stored; room for [0-9,]+ tokens, 32 MiB")
 
 
 def test_the_server_says_how_many_stored_documents_fit(tmp_path: Path) -> None:

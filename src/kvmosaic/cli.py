@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -81,7 +82,15 @@ def main() -> None:
     gc.set_threshold(50_000)  # what imports make stays, and going through it takes a tenth of a start
     if sys.argv[1:2] != ["vllm"]:  # which manages the cores itself
         os.environ.update(thread_variables(os.environ, this_machine()))
+    warnings.simplefilter("once", UserWarning)
+    warnings.showwarning = _show_note
     app(prog_name="kvmosaic")
+
+
+def _show_note(message: Warning | str, category: type[Warning], filename: str, *_: object, **__: object) -> None:
+    """Prints what a person is warned of as a line, and other warnings with their place in the code."""
+    is_for_people = issubclass(category, UserWarning)
+    typer.echo(f"note: {message}" if is_for_people else f"{filename}: {category.__name__}: {message}", err=True)
 
 
 def _print_version(wanted: bool) -> None:

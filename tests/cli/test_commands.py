@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from kvmosaic.cli import app
+from kvmosaic.cli import _show_note, app
 from kvmosaic.console.prompt_source import PromptSource, split_input
 from kvmosaic.errors import InvalidPrompt
 from kvmosaic.model.cpu.prepack import has_onednn_for_bfloat16
@@ -211,6 +211,12 @@ def test_check_says_whether_layers_are_packed() -> None:
         assert " packed linear layers" in always.stdout
     else:
         assert always.exit_code == 2 and "torch has no oneDNN for bfloat16 here; use 'auto'" in always.stderr
+
+
+def test_a_warning_of_the_library_is_a_line_without_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    _show_note("documents were divided", UserWarning, "llm.py", 7)
+    _show_note("old", DeprecationWarning, "llm.py", 7)
+    assert capsys.readouterr().err == "note: documents were divided\nllm.py: DeprecationWarning: old\n"
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])

@@ -111,9 +111,12 @@ def test_a_list_on_a_narrow_terminal_has_whole_ids_sizes_and_times(
     show_list([{"id": each, **facts} for each in ids], as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "".join(line[:28].strip() for line in lines[1:]) == "".join(ids)
+    width = lines[0].index("version") - 1
+    assert width > 30 and "".join(line[:width].strip() for line in lines[1:]) == "".join(ids)
     whole = [line for line in lines if "179 KiB" in line]
     assert len(whole) == 3 and all("4,567" in line and "2025-11-28" in line and " A" in line for line in whole)
+    show_list([{"id": ids[1], "version": 1, "bytes": 9, "hits": 0, "title": "The handbook"}], as_json=False)
+    assert capsys.readouterr().out.splitlines()[1].split() == [ids[1], "9", "B", "–", "The", "handbook"]
 
 
 def test_a_watched_folder_says_once_that_its_server_is_away(

@@ -175,7 +175,7 @@ def test_watched_folder_is_followed_until_ctrl_c(server: RunningServer, handbook
         wait_until(lambda: "new.txt" in stored(server) and "ferry.md" not in stored(server))
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and told.splitlines()[0] == "4 stored"
+    assert process.returncode == 0 and told.splitlines()[0] == "4 stored, 1 skipped"
 
 
 def test_terminal_shows_a_progress_bar_and_a_pipe_does_not(server: RunningServer, tmp_path: Path) -> None:
@@ -248,7 +248,13 @@ def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp
     for name in ("tower", "bridge"):
         (tmp_path / f"{name}.md").write_text(f"The {name} of Fenbury is synchronized and warmed.")
     (tmp_path / "empty.md").write_text(" ")
-    assert kvmosaic(server, "sync", str(tmp_path), "--warm").stdout == "2 stored, 2 computed, 1 refused\n"
-    assert kvmosaic(server, "sync", str(tmp_path), "--warm").stdout == "2 unchanged, 2 cached, 1 refused\n"
+    for name in ("a.csv", "b.csv", "photo.png", "LICENSE"):
+        (tmp_path / name).write_text("1,2")
+    synced = kvmosaic(server, "sync", str(tmp_path), "--warm")
+    assert synced.stdout == "2 stored, 2 computed, 1 refused, 4 skipped\n" and "scanned" not in synced.stderr
+    assert "skipped: 2 .csv, 1 .png, 1 without a suffix; read are .txt, .md" in synced.stderr
+    again = kvmosaic(server, "sync", str(tmp_path), "--warm", "--json")
+    assert counts(again)["skipped"] == {".csv": 2, ".png": 1, "without a suffix": 1}
+    assert counts(again)["unchanged"] == counts(again)["cached"] == 2
     lonely = kvmosaic(server, "sync", str(tmp_path), "--system", "Be brief.")
     assert lonely.exit_code == 2 and "give --warm, too" in " ".join(lonely.stderr.split())

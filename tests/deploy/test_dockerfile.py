@@ -52,7 +52,7 @@ def test_every_install_reads_the_constraints() -> None:
     installs = [run for run in instruction("RUN", STAGES[0]) if "pip install" in run]
     assert len(installs) == 2
     assert all("-c constraints.txt" in install for install in installs)
-    assert "'.[server,files,gguf,llama,tiers,postgres,otel]'" in installs[-1]
+    assert "'.[server,gguf,llama,tiers,postgres,otel]'" in installs[-1]
 
 
 def test_what_llama_cpp_is_linked_with_is_in_the_image() -> None:

@@ -37,6 +37,27 @@ def test_what_stands_beside_the_text_of_a_web_page_is_left_out() -> None:
     assert read_html(b"<div class=menu>Soup, bread and plums.</div>")[1].strip() == "Soup, bread and plums."
 
 
+def test_a_page_laid_out_by_tables_is_its_text_without_the_menu_cell() -> None:
+    links = "".join(f"<li><a href='{number}.html'>Chapter {number}</a></li>" for number in range(8))
+    page = f"""<table><tr><td><h1>The mill</h1></td></tr></table><table><tr><td><table><tr><td><b>Menu</b></td></tr>
+        <tr><td><ul>{links}</ul></td></tr></table></td><td><table><tr><td><p>{20 * "The mill grinds oats. "}</p>
+        <table><tr><td>oats</td><td>3 crowns</td></tr></table></td></tr></table></td></tr></table>"""
+    text = read_html(page.encode())[1]
+    assert text.startswith("# The mill\n") and "Chapter" not in text
+    assert "grinds oats. The mill" in text and "| oats | 3 crowns |" in text
+    assert text.count("|") < 12, "only the table of data is one"
+    listed = f"<table><tr><td><h1>Contents</h1><ul>{links}</ul></td></tr></table>"
+    assert "Chapter 7" in read_html(listed.encode())[1], "a page of links is kept"
+
+
+def test_the_main_part_of_a_page_is_its_text() -> None:
+    page = f"""<html><body><div id="help">Keyboard shortcuts</div><div class="page"><main><h1>The mill</h1>
+        <p>{20 * "The mill grinds oats. "}</p></main><div class="next">Next chapter</div></div></body></html>"""
+    assert read_html(page.encode())[1].startswith("# The mill\n\nThe mill grinds")
+    assert "chapter" not in read_html(page.encode())[1]
+    assert "shortcuts" in read_html(page.replace(20 * "The mill grinds oats. ", "").encode())[1], "an empty one is none"
+
+
 def test_pages_of_a_pdf_are_marked() -> None:
     assert extract_text(pdf_file("One.", "", "Three."), "a.pdf").text == "[page 1]\nOne.\n\n[page 3]\nThree."
 

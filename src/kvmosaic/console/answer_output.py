@@ -50,7 +50,8 @@ def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices:
     seconds = duration_text(time.perf_counter() - began)
     loaded = llm.get_chunk_cache_stats().loaded_chunks
     origin = f" ({loaded} from tiers)" if loaded else ""
-    notices.print(f"read {len(documents)} documents in {seconds}{origin}; every question reuses them", style="dim")
+    many = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
+    notices.print(f"read {many} in {seconds}{origin}; every question reuses them", style="dim")
 
 
 def show_answer(heading: str, outputs: Iterator[RequestOutput], console: Console, notices: Console) -> RequestOutput:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kvmosaic.errors import InvalidDocument, MissingExtra
-from kvmosaic.extraction import SUFFIXES, extract_text, is_readable
+from kvmosaic.extraction import SUFFIXES, extract_text, is_readable, suffix_of
 
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 2**28
@@ -71,6 +71,12 @@ def find_documents(folder: Path, pattern: str | None = None, most: int | None = 
     names = {path: path.relative_to(folder).as_posix() for path in sorted(paths, key=lambda path: path.as_posix())}
     stems = Counter(name.removesuffix(path.suffix) for path, name in names.items())
     return {stem if stems[stem := name.removesuffix(path.suffix)] == 1 else name: path for path, name in names.items()}
+
+
+def count_skipped(folder: Path) -> Counter[str]:
+    """Counts the files of a folder that are not read, by suffix; hidden ones are not counted."""
+    names = (path.name for path in _matching(folder, "**/*") if path.is_file())
+    return Counter(suffix_of(name) or "without a suffix" for name in names if not is_readable(name))
 
 
 def bundled_documents() -> Path:

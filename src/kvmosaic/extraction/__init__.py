@@ -67,14 +67,15 @@ def extract_text(content: bytes, filename: str) -> FileText:
         missing = [name for name in LIBRARIES[suffix] if find_spec(name) is None]
         if missing:
             raise MissingExtra(
-                f"{filename!r:.300} cannot be read, {' and '.join(missing)} are not installed; "
+                f"{filename!r:.300} cannot be read, {' and '.join(missing)} must be installed first; "
                 f"{pip_install('files')}, or send its text"
             )
         title, _, text = _extracted(content, suffix, filename).partition("\n")
     else:
         title, text = "", _decoded(content, filename)
     if not text.strip():
-        raise InvalidDocument(f"{filename!r:.300} has no text; a scanned PDF needs text recognition (OCR) first")
+        why = "; a scanned PDF needs text recognition (OCR) first" if suffix == ".pdf" else ""
+        raise InvalidDocument(f"{filename!r:.300} has no text{why}")
     return FileText(text, title)
 
 

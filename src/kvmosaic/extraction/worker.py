@@ -128,12 +128,50 @@ def _is_beside(tag: Tag) -> bool:
     )
 
 
+_MIN_MAIN_CHARACTERS = 200
+_LAYOUT = ["table", "h1", "h2", "h3"]
+"""A table with one of these in it is no table of data, but the layout of a page."""
+_PARTS_OF_TABLES = frozenset({"tbody", "thead", "tfoot", "tr", "td", "th"})
+_MIN_LINKS = 5
+_MENU_SHARE = 0.6
+"""A cell of a layout with so many links, which have so much of its text, is a menu."""
+
+
+def _unfold_layout(soup: BeautifulSoup, num_characters: int) -> None:
+    """Makes tables that lay out a page plain blocks, and drops their menus, unless one is most of the page."""
+    budget = _MAX_KEPT * num_characters  # cells in cells are looked at again
+    for table in soup("table"):
+        is_data = len(table(["td", "th"], limit=2)) > 1 and table.find(_LAYOUT) is None
+        if table.decomposed or is_data:
+            continue
+        table.name, parts = "div", [each for each in table.contents if isinstance(each, Tag)]
+        while parts:
+            part = parts.pop()
+            if part.name not in _PARTS_OF_TABLES:
+                continue
+            parts += (each for each in part.contents if isinstance(each, Tag))
+            is_cell = part.name in _CELLS
+            part.name = "div"
+            if is_cell and budget > 0:
+                text, links = len(part.get_text()), [len(each.get_text()) for each in part("a")]
+                budget -= text
+                if len(links) >= _MIN_LINKS and _MENU_SHARE * text < sum(links) and 2 * text < num_characters:
+                    parts = [each for each in parts if each.parent is not part]
+                    part.decompose()
+
+
 def _keep_text(soup: BeautifulSoup) -> None:
     """Drops declarations, scripts, images, and what is beside the text, unless that is most of the page."""
     for node in soup(string=lambda text: isinstance(text, PreformattedString)):
         node.extract()
     for tag in soup(["head", "script", "style", "template", "noscript", "svg", "img", "nav", "footer"]):
         tag.decompose()
+    mains = [*soup("main"), *soup("div", role="main")]
+    if len(mains) == 1 and len(mains[0].get_text()) >= _MIN_MAIN_CHARACTERS:
+        main = mains[0].extract()
+        soup.clear()
+        soup.append(main)
+    _unfold_layout(soup, len(soup.get_text()))
     num_characters, num_kept = len(soup.get_text()), 0
     for tag in soup(_is_beside):
         if tag.decomposed:

@@ -89,7 +89,7 @@ def told_splits(prompts: Iterable[Prompt]) -> str:
         return ""
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return (
-        f"documents longer than a chunk may be (max_chunk_tokens) were split: {'; '.join(listed[:8])}{more}; no part "
+        f"documents that are too long for one chunk were divided (long_chunks): {'; '.join(listed[:8])}{more}; no part "
         "sees the others"
     )
 

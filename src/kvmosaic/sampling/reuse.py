@@ -74,7 +74,7 @@ class SegmentReuse:
 
     def __str__(self) -> str:
         label = f"{self.kind} {self.name!r}" if self.name else self.kind
-        moved = f" by {self.distance:+d}" if self.distance else ""
+        moved = f" by {self.distance:+d}" if self.distance and self.reused_tokens else ""
         partly = f" ({self.reused_tokens} of {self.num_tokens})" if 0 < self.reused_tokens < self.num_tokens else ""
         note = f"  ({self.note})" if self.note else ""
         action = f"{self.action}{moved}{partly}"

@@ -337,7 +337,7 @@ def _room(llm: LLM, documents: DocumentStore) -> str:
     block, count = kv_cache.chunk_pool.block_size, kv_cache.chunk_pool.num_blocks
     size = f"{count * block:,} tokens, {_shown_size(count * kv_cache.bytes_per_block)}"
     if not usage.num_documents:
-        return f"none stored; {size} fit"
+        return f"none stored; room for {size}"
     tokens_of_one = usage.num_bytes / usage.num_documents / _BYTES_PER_TOKEN + block / 2  # half of the last block
     fitting = int(count * block / tokens_of_one)
     fits = "all" if fitting >= usage.num_documents else f"about {float(f'{fitting:.2g}'):,.0f}"

@@ -29,8 +29,11 @@ CONNECT_SECONDS = 10.0
 """Connection timeout: a reachable machine accepts at once, however busy its server is."""
 MAX_URL_CHARACTERS = 2_048
 MAX_MESSAGE_CHARACTERS = 400
-_NUMBERS_WIDTH = 52
-"""Columns beside the ids in the list of documents, and some of a title."""
+_WIDE = 100
+"""Characters of a terminal from which on the list of documents has room for times."""
+_TITLE_WIDTH = 12
+_USUAL = {"version": "1", "hits": "0"}
+"""Columns that are left out where all documents have this."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 
@@ -306,30 +309,36 @@ def show_list(documents: Iterable[Mapping[str, Any]], as_json: bool) -> None:
             typer.echo(json.dumps(each, ensure_ascii=False))
         return
     console, table = Console(), Table(box=None, pad_edge=False, header_style="bold")
-    rows = [
-        (one_line(str(each["id"]), MAX_ID_CHARACTERS) + (" (pinned)" if each.get("pinned") else ""), each)
-        for each in documents
+    rows = list(documents)
+    names = [
+        one_line(str(each["id"]), MAX_ID_CHARACTERS) + (" (pinned)" if each.get("pinned") else "") for each in rows
     ]
+    at = "%Y-%m-%d" if console.width < _WIDE else "%Y-%m-%d %H:%M"
+    columns = {
+        "version": [str(each.get("version", "")) for each in rows],
+        "size": [size_text(int(each.get("bytes", 0))) for each in rows],
+        "hits": [f"{int(each.get('hits', 0)):,}" for each in rows],
+        "changed": [f"{datetime.fromtimestamp(time):{at}}" if time else "–" for time in map(_changed_at, rows)],
+    }
+    shown = {name: texts for name, texts in columns.items() if {*texts} != {_USUAL.get(name)}}
     # ids are there to be copied: whole where there is room beside the numbers, else on several lines
-    longest = max((cell_len(name) for name, _ in rows), default=0)
-    table.add_column("id", overflow="fold", width=max(min(longest, console.width - _NUMBERS_WIDTH), 8))
-    for name in ("version", "size", "hits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("changed", no_wrap=True)
+    longest = max(map(cell_len, names), default=0)
+    beside = sum(max(map(len, (name, *texts))) + 1 for name, texts in shown.items()) + _TITLE_WIDTH
+    table.add_column("id", overflow="fold", width=max(min(longest, console.width - beside), 8))
+    for name in shown:
+        table.add_column(name, justify="left" if name == "changed" else "right", no_wrap=True)
     table.add_column("title")  # the one that shrinks
-    for name, each in rows:
-        table.add_row(
-            Text(name, overflow="fold"),
-            str(each.get("version", "")),
-            size_text(int(each.get("bytes", 0))),
-            f"{int(each.get('hits', 0)):,}",
-            f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if isinstance(at := each.get("updated_at"), int) else "–",
-            shrinking(str(each.get("title") or "")),
-        )
+    for index, (name, each) in enumerate(zip(names, rows, strict=True)):
+        numbers = (texts[index] for texts in shown.values())
+        table.add_row(Text(name, overflow="fold"), *numbers, shrinking(str(each.get("title") or "")))
     if table.row_count:
         console.print(table)
     else:
         typer.echo("no documents")
+
+
+def _changed_at(document: Mapping[str, Any]) -> int | None:
+    return time if isinstance(time := document.get("updated_at"), int) else None
 
 
 def show_document(document: Mapping[str, Any], as_json: bool) -> None:

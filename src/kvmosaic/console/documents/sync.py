@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.folder import MAX_FILE_BYTES, find_documents, read_file
+from kvmosaic.console.folder import MAX_FILE_BYTES, count_skipped, find_documents, read_file
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError, UnknownDocument
-from kvmosaic.extraction import extract_text
+from kvmosaic.extraction import SUFFIXES, extract_text
 from kvmosaic.server.model_loader import in_daemon_thread
 from kvmosaic.server.process.logs import progress_bar
 
@@ -115,6 +116,7 @@ def json_lines(path: Path | None) -> Iterator[NamedLine]:
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 MAX_REFUSED_LINES = 50
+MAX_SUFFIXES = 8
 WATCH_SECONDS = 2.0
 """Between two looks at a watched folder."""
 
@@ -132,6 +134,8 @@ class UploadCounts:
     computed: int = 0
     cached: int = 0
     """Found computed when they were to be warmed."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Files of a folder that are no documents, by suffix."""
     refused: dict[str, str] = field(default_factory=dict)
     """Reasons by name."""
     is_interrupted: bool = False
@@ -149,6 +153,7 @@ class UploadCounts:
         """Adds the counts of another upload."""
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.skipped = dict(Counter(self.skipped) + Counter(other.skipped))
         self.refused |= other.refused
         self.is_interrupted |= other.is_interrupted
 
@@ -166,7 +171,12 @@ class UploadCounts:
         typer.echo(str(self))
 
     def show_refused(self) -> None:
-        """Prints what was refused to standard error: each reason once."""
+        """Prints what was refused and what was skipped to standard error: each reason once."""
+        if self.skipped:
+            kinds = Counter(self.skipped).most_common(MAX_SUFFIXES)
+            said = one_line(", ".join(f"{number:,} {suffix}" for suffix, number in kinds), 400)
+            typer.echo(f"skipped: {said}; read are {', '.join(SUFFIXES)}", err=True)
+            typer.echo("         for texts of other kinds: kvmosaic documents add FILE", err=True)
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason.replace(repr(name), "it"), []).append(name)
@@ -176,7 +186,7 @@ class UploadCounts:
 
     def __str__(self) -> str:
         numbers = {name: getattr(self, name) for name in COUNTED}
-        numbers["refused"] = len(self.refused)
+        numbers["refused"], numbers["skipped"] = len(self.refused), sum(self.skipped.values())
         told = [f"{number:,} {name}" for name, number in numbers.items() if number] or ["nothing to do"]
         return ", ".join(told) + (" (interrupted; the same command goes on)" if self.is_interrupted else "")
 
@@ -251,6 +261,8 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
         KVMosaicError: the folder cannot be read, or the server cannot be asked.
     """
     counts = UploadCounts()
+    if sync.pattern is None:
+        counts.skipped = dict(count_skipped(sync.folder))
     files = {sync.prefix + name: path for name, path in files_of(sync.folder, sync.pattern).items()}
     known = _known_hashes(server, sync.prefix)
 

@@ -261,7 +261,7 @@ def check_gguf(file: GgufFile) -> None:
     if missing:
         raise UnsupportedModel(
             f"GGUF files run in llama.cpp ({pip_install('llama')}), or dequantized in transformers, for which "
-            f"{' and '.join(missing)} is not installed ({pip_install('gguf')})"
+            f"{' and '.join(missing)} must be installed ({pip_install('gguf')})"
         )
     known = _architectures()
     if _plain(file.architecture) not in {_plain(name) for name in known}:
