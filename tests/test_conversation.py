@@ -92,7 +92,7 @@ def test_every_turn_reuses_all_tokens_that_were_computed_and_are_written_the_sam
     assert turns[0][1] == 0 and all(known > 4 for _, known in turns[1:])
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 @pytest.mark.parametrize(
     "options",
     [

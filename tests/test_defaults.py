@@ -82,7 +82,7 @@ def test_plain_prompts_know_nothing_of_it():
         assert output.reuse.composition == "exact" and output.reuse.repair is None
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 def test_a_split_document_is_told_and_its_parts_are_found_again_in_any_positions():
     text_free = {"max_chunk_tokens": 12, "long_chunks": "split", "repair": "none"}
     with open_llm(**text_free) as llm:
@@ -93,7 +93,7 @@ def test_a_split_document_is_told_and_its_parts_are_found_again_in_any_positions
         assert all(segment.reused_tokens for segment in again.reuse.segments if segment.kind == "chunk")
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 def test_parts_of_a_document_that_is_longer_than_the_model_overlap_and_say_so():
     with open_llm(max_model_len=64, max_chunk_tokens=30, long_chunks="split", repair="none") as llm:
         prompt = Prompt.from_tokens([3, 4, 5], [list(range(10, 100))], [6, 7, 8])

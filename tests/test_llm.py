@@ -477,7 +477,7 @@ def test_parts_of_split_documents_count_as_documents(model):
         llm.generate("s ## " + "word " * 60 + " ## q", GREEDY)
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 def test_long_documents_are_split_by_configuration(model):
     with make(model, max_chunk_tokens=64, long_chunks="split") as llm:
         (output,) = llm.generate("system ## " + "word " * 100 + " ## question", GREEDY)
@@ -522,7 +522,7 @@ def test_a_backend_and_a_policy_of_ones_own_are_used(model):
         LLM(model, chunk_cache_config={"chunk_cache_size": "1MiB"})
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 def test_split_documents_fit_beside_the_system_prompt_and_the_question(model):
     with make(model, long_chunks="split", chunk_cache_size="8MiB") as llm:
         (output,) = llm.generate("system ## " + "word " * 4000 + " ## question", GREEDY)

@@ -94,7 +94,7 @@ def test_priorities_reach_chunks_without_a_template_warmed_by_hand_and_by_name(l
     assert handle.segment.priority == 1
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 def test_all_parts_of_a_split_document_have_its_priority(model):
     config = ChunkCacheConfig(chunk_cache_size="1MiB", max_chunk_tokens=8, long_chunks="split", repair="none")
     with LLM(model, chunk_cache_config=config, engine_config=SMALL, self_check=False) as llm:

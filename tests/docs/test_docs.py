@@ -46,7 +46,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 @pytest.mark.parametrize(
     "path", [path for path, texts in PYTHON.items() if texts and path.name not in RUN_BY_OTHERS], ids=name_of
 )

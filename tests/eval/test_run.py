@@ -42,7 +42,7 @@ def evaluation(reader: LoadedModel) -> Evaluation:
     return evaluate(reader, gather(["one-hop(3)", "story"], count=3), ASKED, capacity="64MiB")
 
 
-@pytest.mark.filterwarnings("ignore:documents longer than a chunk")
+@pytest.mark.filterwarnings("ignore:documents that are too long")
 @pytest.mark.parametrize("name", USUAL_TASKS)
 def test_full_attention_reads_the_very_tokens_of_the_composed_prompt(llm: LLM, name: str) -> None:
     """So its answer is that of the plain prompt of the conversation's tokens."""

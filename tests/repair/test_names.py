@@ -104,7 +104,7 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
 
 
-def test_among_other_documents_only_those_that_are_like_one_before_them_are_read_in_full():
+def test_documents_that_are_like_one_before_them_are_read_in_full_alone_where_a_request_says_so():
     others = [
         "The river Aller rises near Eggenstedt.",
         "Cheese of the valley ripens for nine weeks in caves, turned by hand each evening.",
@@ -114,6 +114,9 @@ def test_among_other_documents_only_those_that_are_like_one_before_them_are_read
     documents = [RECORDS[0], *others, RECORDS[1]]
     with LLM(chatting_llama(), profile=False) as llm:
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.chat(messages, params, documents=documents)
+        assert "so they are read in full" in output.reuse.composition, "by default, all are"
+        params = SamplingParams(temperature=0, max_tokens=4, repair="alike")
         (output,) = llm.chat(messages, params, documents=documents)
         (chunks, repair) = llm.compose(messages, documents=documents).chunks, output.reuse.repair
         assert repair is not None and repair.policy == "alike"

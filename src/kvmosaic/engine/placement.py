@@ -34,7 +34,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
-from kvmosaic.prompt.companions import Likeness, few_like_one_before, likeness_of
+from kvmosaic.prompt.companions import Likeness, likeness_of
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -143,7 +143,7 @@ class Placer:
     ) -> None:
         """Places prompts of at most `max_positions`, for this cache.
 
-        Documents that are alike are read in full where it has room for the whole prompt, or are few.
+        Documents that are alike are read in full where it has room for the whole prompt.
 
         Raises:
             InvalidRepair: the model does not support the repair policy that the settings name.
@@ -252,16 +252,12 @@ class Placer:
         """
         is_free = not has_window and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
-        usual = repair_policy(self._config.repair_after(layout.chunk_context))
-        if likeness == "apart" and is_free:
-            if has_looks and isinstance(usual, NoRepair) and few_like_one_before(layout.chunk_token_ids):
-                yield Alike()
-            if prompt.num_tokens < self._max_in_full:
-                yield FullRepair()
+        if likeness == "apart" and is_free and prompt.num_tokens < self._max_in_full:
+            yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:
-            yield usual
+            yield repair_policy(self._config.repair_after(layout.chunk_context))
 
     def arrange(
         self,

@@ -47,16 +47,19 @@ def test_repaired_runs_inside_documents_are_those_of_our_engine(vllm_engine, own
 
 
 @pytest.mark.parametrize("reads", ["copy", "in-place"])
-def test_a_document_that_is_like_one_before_it_is_read_in_full(vllm_engine, own_engine, reads):
+def test_a_document_that_is_like_one_before_it_is_read_in_full_alone_where_a_request_says_so(
+    vllm_engine, own_engine, reads
+):
     engine = vllm_engine("llama", environment={"KVMOSAIC_DOCUMENT_READS": reads})
     like = [*LIBRARY[2][:60], *QUESTION[:4], *LIBRARY[2][60:]]
     chunks = [LIBRARY[0], LIBRARY[2], LIBRARY[1], like, LIBRARY[3], LIBRARY[0]]
     ask = compose(SYSTEM, chunks, QUESTION, chunk_context="companions", companions=(tuple(QUESTION),))
     assert ask.composition is not None
     unsaid = replace(ask, composition=replace(ask.composition, leaves_repair_open=True))
+    assert not engine.ask(unsaid).is_composed, "by default, all are"
     whole = replace(ask, composition=replace(ask.composition, repair=((), (), (), (0, len(like)), (), ())))
     for _ in range(2):
-        theirs = engine.ask(unsaid)
+        theirs = engine.ask(whole)
         assert theirs.is_composed, theirs.report
         assert theirs.report["composition"].endswith("documents that are like one before them are read in full")
         assert difference(theirs, own_answer(own_engine("llama"), whole)) < CLOSE
