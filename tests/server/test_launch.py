@@ -297,3 +297,22 @@ def test_a_tier_that_does_not_answer_keeps_no_server_from_starting_and_its_passw
         assert httpx.post(command.url + "/v1/completions", json=body, timeout=60).status_code == 200
         command.stop()
         assert command.wait() == 0 and "pass-word" not in command.log
+
+
+STORING = """
+import asyncio, os, signal
+from kvmosaic.server.launch import launch
+from kvmosaic.server.settings import ServerSettings
+
+async def fill(services):
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(3_600)
+
+launch(ServerSettings(documents=(".",), documents_dir="none", port=0, dtype="float32"), fill=fill)
+"""
+
+
+@pytest.mark.slow
+def test_server_that_is_told_to_stop_while_it_stores_its_folder_ends_at_once() -> None:
+    ended = subprocess.run([sys.executable, "-c", STORING], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "ready" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
