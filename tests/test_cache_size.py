@@ -53,7 +53,7 @@ def test_the_server_says_how_many_stored_documents_fit(tmp_path: Path) -> None:
         server.services.documents.put_many("default", drafts)
     with ServeCommand("--chunk-cache-size", "3MiB", KVMOSAIC_DOCUMENTS_DIR=folder) as command:
         command.until_ready()
-        fitting = re.search(r"documents +400 stored, about ([0-9]+) fit \(512 tokens, 3 MiB\)", command.log)
+        fitting = re.search(r"documents +400 stored, about ([0-9]+) fit \(room for 512 tokens, 3 MiB\)", command.log)
     assert fitting and 2 <= int(fitting[1]) < 20, command.log
 
 

@@ -117,7 +117,8 @@ def actions(llm: LLM, documents: list[str], **options: object) -> list[str]:
     return [segment.action for segment in output.reuse.segments if segment.kind == "chunk"]
 
 
-def test_documents_after_the_first_have_met_a_companion_and_warming_computes_both_copies(tiny_model):
+def test_documents_after_the_first_have_met_a_companion_and_warming_computes_both_copies(tiny_model, monkeypatch):
+    monkeypatch.setattr("kvmosaic.engine.placement.SHORT_TOKENS", 0)
     with LLM(
         tiny_model, dtype="float32", self_check=False, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")
     ) as llm:

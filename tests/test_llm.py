@@ -602,7 +602,7 @@ def test_split_documents_are_told_of(model):
             lambda: llm.warm([{"id": "a", "text": "word " * 60}, "b"]),
             lambda: llm.chat([{"role": "user", "content": "q"}], GREEDY, documents=["word " * 60, "b"]),
         ):
-            with pytest.warns(UserWarning, match=r"\(max_chunk_tokens\) were split: .*, 8 parts; no part sees"):
+            with pytest.warns(UserWarning, match=r"divided \(long_chunks\): .*, 8 parts; no part sees"):
                 act()
 
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from support.tool_families import TOOL_FAMILIES, tool, tool_model
 
-from kvmosaic import LLM, RequestOutput, SamplingParams
+from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
 from kvmosaic.errors import InvalidConfig, InvalidMessages, InvalidTools
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it cold in Oslo?"}]
@@ -22,7 +22,8 @@ DOCUMENTS = [{"id": "a", "text": "Owls see at night. " * 4}, {"id": "b", "text":
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(tool_model("hermes"), self_check=False) as llm:
+    config = ChunkCacheConfig(chunk_context="companions")  # else what is short is read in full
+    with LLM(tool_model("hermes"), chunk_cache_config=config, self_check=False) as llm:
         yield llm
 
 

@@ -107,7 +107,7 @@ class _TenantHistory:
         self._orders = _Known(_MAX_KNOWN)
         self._questions = _Known(_MAX_KNOWN)
         self._unmarked = _Known(_MAX_KNOWN)
-        self._told: set[LostReason] = set()
+        self._told: set[str] = set()
         """What a reply has said at once, and not only after several requests."""
 
     def note_system(self, segment: Segment) -> None:
@@ -131,11 +131,11 @@ class _TenantHistory:
             return "never_seen", ""
         spaced = " ".join(text.split())
         exact = hash(text)
-        alike = self._by_white_space.put(hash((salt, spaced)), exact)
-        counted = self._by_counter.put(hash((salt, _NUMBERS.sub("0", spaced))), exact)
+        alike = self._earlier(self._by_white_space, hash((salt, spaced)), exact)
+        counted = self._earlier(self._by_counter, hash((salt, _NUMBERS.sub("0", spaced))), exact)
         beginning = text[:_MAX_COMPARED]
         name = _STORED.sub("", segment.name or "")
-        before = self._named.put((salt, name), (exact, beginning)) if name else None
+        before = self._earlier(self._named, (salt, name, segment.part), (exact, beginning)) if name else None
         if exact in (alike, counted):
             return "never_seen", ""  # the text itself: as part of another, or so long ago that nothing is known
         if alike is not None:
@@ -148,6 +148,11 @@ class _TenantHistory:
             where = where if place < _MAX_COMPARED else f"after character {place}"
             return "changed_text", f"as the prompt writes it, its text changed {where}"
         return "never_seen", ""
+
+    def _earlier(self, known: _Known, key: Hashable, value: Any) -> Any:
+        """Sets a value; returns the one before it, unless that is of this request: parts may be alike."""
+        number, before = known.put(key, (self.num_requests, value)) or (None, None)
+        return None if number == self.num_requests else before
 
     def history_loss(self, chunks: Sequence[Segment], question: Segment, reuse: SegmentReuse) -> LostReason | None:
         """Why earlier turns after these documents were computed again, if they were."""
@@ -168,10 +173,10 @@ class _TenantHistory:
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
             return lost, ()
         told = []
+        results = list(_TOOL_RESULTS.find(text))
         text = _MARK.sub(lambda mark: "\n".rjust(len(mark[0])), text)
         found = _ANY_PATTERN.find(text)
-        results = [] if found else list(_TOOL_RESULTS.find(text))
-        if results:
+        if results and not found:
             lost["edited_history"] = count = self._lost_of(results, text, segment, reuse)
             if count and self._say_first("edited_history"):
                 told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
@@ -183,7 +188,7 @@ class _TenantHistory:
             what = _ADVICE["unknown_form"] if len(lines) >= _MIN_LONG_LINES else ""
             found = lines or found
         lost["unmarked"] = self._lost_of(found, text, segment, reuse)
-        if what and self._say_first("unmarked"):
+        if what and (self._say_first("unmarked") or (lost["unmarked"] and self._say_first("unmarked again"))):
             told.append(what)
         return lost, tuple(told)
 
@@ -196,7 +201,7 @@ class _TenantHistory:
             known += (each.end - each.start) * (is_known and each.start >= place)
         return min(round(known / len(text) * segment.num_tokens), reuse.computed_tokens)
 
-    def _say_first(self, reason: LostReason) -> bool:
+    def _say_first(self, reason: str) -> bool:
         """Notes that a reply says this at once; returns whether none did before."""
         is_new = reason not in self._told
         self._told.add(reason)

@@ -244,6 +244,7 @@ def test_stored_documents_are_warmed_by_id_or_all_and_what_is_cached_costs_nothi
     assert "miln: it is not stored" in missing.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp_path: Path) -> None:
     for name in ("tower", "bridge"):
         (tmp_path / f"{name}.md").write_text(f"The {name} of Fenbury is synchronized and warmed.")
@@ -256,5 +257,12 @@ def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp
     again = kvmosaic(server, "sync", str(tmp_path), "--warm", "--json")
     assert counts(again)["skipped"] == {".csv": 2, ".png": 1, "without a suffix": 1}
     assert counts(again)["unchanged"] == counts(again)["cached"] == 2
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mill.md").write_text("The mill of another folder.")
+    assert kvmosaic(server, "sync", str(other), "--delete").stdout == "1 stored\n", "it deletes its own only"
+    (other / "oven.md").write_text("An oven.")
+    (other / "mill.md").unlink()
+    assert kvmosaic(server, "sync", str(other), "--delete").stdout == "1 stored, 1 deleted\n"
     lonely = kvmosaic(server, "sync", str(tmp_path), "--system", "Be brief.")
     assert lonely.exit_code == 2 and "give --warm, too" in " ".join(lonely.stderr.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,19 +59,45 @@ def test_documents_that_are_alike_are_not_composed_unless_a_repair_is_set(leaves
     assert (found.code if found else "") == ("alike" if leaves_repair_open else "")
 
 
+KIND = range(1_000, 1_030)
+
+
 @pytest.mark.parametrize(
     ("composition", "facts", "repair"),
     [
-        (Composition(0, (30, 30), repair=8, leaves_repair_open=True), [ABLE], 8),
-        (Composition(0, (30, 30), repair=8, leaves_repair_open=True), [WorkerFacts()], 0),
-        (Composition(0, (30, 30), repair=8), [WorkerFacts()], 8),
+        (Composition(0, (30, 300, 30), leaves_repair_open=True), [ABLE], ((), (), (0, 30))),
+        (Composition(0, (30, 300, 30), leaves_repair_open=True), [WorkerFacts()], 0),
+        (Composition(0, (30, 300, 30), "shared", leaves_repair_open=True), [ABLE], 0),
+        (Composition(0, (30, 150, 30), leaves_repair_open=True), [ABLE], 0),  # they are more than an eighth
+        (Composition(0, (30, 300, 30), repair=8, leaves_repair_open=True), [ABLE], 8),
+        (Composition(0, (30, 300, 30)), [ABLE], 0),
     ],
 )
-def test_a_default_repair_that_workers_cannot_compute_is_none(
-    composition: Composition, facts: list[WorkerFacts], repair: int
+def test_few_documents_that_are_like_one_before_them_are_read_in_full(
+    composition: Composition, facts: list[WorkerFacts], repair: object
 ) -> None:
-    layout = composition.layout([*range(60), 7])
-    assert with_default_repair(composition, layout, facts).repair == repair
+    layout = composition.layout([*KIND, *range(composition.chunks[1]), 3, *KIND[1:], 7])
+    found = with_default_repair(composition, layout, facts)
+    assert found.repair == repair and found.leaves_repair_open == (composition.leaves_repair_open and repair in (0, 8))
+
+
+@pytest.mark.parametrize(("length", "code"), [(128, "short"), (129, "")])
+def test_short_documents_are_not_composed_unless_a_repair_is_set(length: int, code: str) -> None:
+    composition = Composition(0, (length, 128), companions=((1, 2),), leaves_repair_open=True)
+    layout = composition.layout([*range(length), *range(300, 428), 7])
+    params = SimpleNamespace(prompt_logprobs=None)
+    request = SimpleNamespace(
+        sampling_params=params,
+        skip_reading_prefix_cache=False,
+        mm_features=(),
+        prompt_token_ids=[1],
+        prompt_embeds=None,
+        resumable=False,
+    )
+    found = request_trouble(request, composition, layout, [ABLE], in_place=False)
+    assert (found.code if found else "") == code
+    asked = replace(composition, leaves_repair_open=False)
+    assert request_trouble(request, asked, layout, [ABLE], in_place=False) is None
 
 
 OURS = SimpleNamespace(kv_connector="kvmosaic", kv_connector_extra_config={})

@@ -345,7 +345,9 @@ def test_a_missing_package_names_the_extra(
 
     real = gguf_file.find_spec
     monkeypatch.setattr(gguf_file, "find_spec", lambda name: None if name in missing else real(name))
-    with pytest.raises(UnsupportedModel, match=rf"{' and '.join(missing)} is not.*{re.escape(pip_install('gguf'))}"):
+    with pytest.raises(
+        UnsupportedModel, match=rf"{' and '.join(missing)} must be installed .*{re.escape(pip_install('gguf'))}"
+    ):
         loaded(tiny(tmp_path / "m.gguf", tiny_folder))
 
 

@@ -85,7 +85,8 @@ COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact
             "exact: documents are alike, so they are read in full",
         ),
         (RECORDS, {"companions": COMPANIONS}, "names", ""),
-        (["The river Aller rises near Eggenstedt.", *RECORDS[:1] * 2], {}, "none", ""),
+        (["The river Aller rises near Eggenstedt. " * 40, *RECORDS[:1] * 2], {}, "none", ""),
+        (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "full", "exact: documents are short, so they"),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {"chunk_context": "system"}, "first(8)", ""),
     ],
 )
@@ -94,7 +95,8 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
         (output,) = llm.chat(messages, params, documents=documents, **how)
         assert (output.reuse.repair.policy if output.reuse.repair else "none") == policy
-        assert remark in output.reuse.composition and ("alike" in output.reuse.composition) == bool(remark)
+        assert remark in output.reuse.composition and ("read in full" in output.reuse.composition) == bool(remark)
+        assert ("(number 1 and number 2)" in output.reuse.composition) == ("alike" in remark), "which ones"
         if policy == "full":
             asked = SamplingParams(temperature=0, max_tokens=4, repair="full")
             (expected,) = llm.chat(messages, asked, documents=documents)
@@ -104,19 +106,18 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
 
 
-def test_documents_that_are_like_one_before_them_are_read_in_full_alone_where_a_request_says_so():
+def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_full_alone():
     others = [
-        "The river Aller rises near Eggenstedt.",
-        "Cheese of the valley ripens for nine weeks in caves, turned by hand each evening.",
-        "Lighthouses were built from the fourth century on.",
-        "A pilot may refuse to fly.",
+        "The river Aller rises near Eggenstedt. " * 6,
+        "Cheese of the valley ripens for nine weeks in caves, turned by hand each evening. " * 3,
+        "Lighthouses were built from the fourth century on. " * 5,
+        "A pilot may refuse to fly. " * 3,
     ]
     documents = [RECORDS[0], *others, RECORDS[1]]
     with LLM(chatting_llama(), profile=False) as llm:
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
-        (output,) = llm.chat(messages, params, documents=documents)
-        assert "so they are read in full" in output.reuse.composition, "by default, all are"
-        params = SamplingParams(temperature=0, max_tokens=4, repair="alike")
+        (whole,) = llm.chat(messages, params, documents=[RECORDS[0], *others[:1], RECORDS[1]])
+        assert "documents are alike, so they are read in full" in whole.reuse.composition, "where they are many"
         (output,) = llm.chat(messages, params, documents=documents)
         (chunks, repair) = llm.compose(messages, documents=documents).chunks, output.reuse.repair
         assert repair is not None and repair.policy == "alike"

@@ -28,7 +28,7 @@ def run_prompts(opening: ModelOptions, asking: PromptSource, params: SamplingPar
         KVMosaicError: a prompt, document or setting that cannot work.
     """
     console, notices = Console(), Console(stderr=True)
-    documents = asking.documents()
+    documents, composed = asking.documents(), False
     with closing(open_llm(opening, notices)) as llm:
         if documents and llm.has_chunk_cache:
             warm(llm, documents, asking.system, notices)
@@ -38,7 +38,10 @@ def run_prompts(opening: ModelOptions, asking: PromptSource, params: SamplingPar
                 *_, last = outputs
                 print(json.dumps(output_fields(heading, last)), flush=True)
             else:
-                show_answer(heading, outputs, console, notices)
+                last = show_answer(heading, outputs, console, notices)
+                composed = composed or last.reuse.composition.startswith("composed")
+        if composed:
+            notices.print("documents did not see each other; --repair full reads them in full", style="dim")
 
 
 def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices: Console) -> None:
@@ -51,7 +54,7 @@ def warm(llm: LLM, documents: list[dict[str, str]], system: str | None, notices:
     loaded = llm.get_chunk_cache_stats().loaded_chunks
     origin = f" ({loaded} from tiers)" if loaded else ""
     many = "1 document" if len(documents) == 1 else f"{len(documents):,} documents"
-    notices.print(f"read {many} in {seconds}{origin}; every question reuses them", style="dim")
+    notices.print(f"read {many} in {seconds}{origin}", style="dim")
 
 
 def show_answer(heading: str, outputs: Iterator[RequestOutput], console: Console, notices: Console) -> RequestOutput:

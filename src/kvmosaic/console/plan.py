@@ -155,7 +155,8 @@ def plan(
 
     check_model_is_not_a_prompt("plan", opening.model, opening.values["chunk_separator"], is_asked=False)
     demand = device.demand(documents, is_capped=not _given(context, ("documents_per_prompt",)))
-    show_capacity(opening, device, demand, as_json=as_json)
+    folder = documents if documents is not None and Path(documents).is_dir() else None
+    show_capacity(opening, device, demand, folder, as_json=as_json)
 
 
 def _is_of_device(context: typer.Context) -> bool:

@@ -36,7 +36,9 @@ _SPARE = 1.25
 """Of a cache that holds all documents: so much more than they take."""
 
 
-def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand, *, as_json: bool = False) -> None:
+def show_capacity(
+    opening: ModelOptions, options: DeviceOptions, demand: Demand, folder: str | None = None, *, as_json: bool = False
+) -> None:
     """Prints the plan of a device.
 
     Raises:
@@ -49,7 +51,7 @@ def show_capacity(opening: ModelOptions, options: DeviceOptions, demand: Demand,
         console = Console()
         console.print(_memory(plan))
         console.print()
-        line = _serve_line(plan, options.config or opening.model, options.chunk_tier or ())
+        line = _serve_line(plan, [options.config or opening.model, *filter(None, [folder])], options.chunk_tier or ())
         console.print(Text(line), soft_wrap=True)
         for note in plan.notes:
             console.print(Text(f"note: {one_line(note, 400)}", style="dim"))
@@ -128,9 +130,9 @@ def _documents_bytes(plan: CapacityPlan) -> int:
     return min(plan.room.chunk_bytes, int(_SPARE * copies * plan.demand.documents * plan.room.document_bytes))
 
 
-def _serve_line(plan: CapacityPlan, name: str, tiers: Sequence[str]) -> str:
+def _serve_line(plan: CapacityPlan, names: Sequence[str], tiers: Sequence[str]) -> str:
     """The command that serves the model with these caches."""
-    room, line = plan.room, ["kvmosaic", "serve", name, "--chunk-cache-size", f"{_documents_bytes(plan) // _MIB}MiB"]
+    room, line = plan.room, ["kvmosaic", "serve", *names, "--chunk-cache-size", f"{_documents_bytes(plan) // _MIB}MiB"]
     if room.request_bytes > parse_bytes(EngineConfig().request_cache_size):
         line += ["--request-cache-size", f"{-(-room.request_bytes // _MIB)}MiB"]
     if room.block_size != ChunkCacheConfig().block_size:

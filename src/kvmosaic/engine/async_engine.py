@@ -10,6 +10,7 @@ from typing import TypeVar
 from kvmosaic.engine.engine import Engine
 from kvmosaic.engine.engine_thread import EngineThread
 from kvmosaic.engine.figures import EngineFigures
+from kvmosaic.engine.priorities import WARM_PRIORITY
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.stream import EndedWarmUps, RequestDelta, Stream, Unread
 from kvmosaic.errors import EngineAsleep, KVMosaicError
@@ -215,6 +216,7 @@ class AsyncEngine:
         *,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        priority: int = WARM_PRIORITY,
     ) -> AsyncGenerator[tuple[int, Request], None]:
         """Computes the chunks of prompts (or finds them cached); yields (prompt number, warm-up) as they finish.
 
@@ -231,7 +233,10 @@ class AsyncEngine:
         def add(number: int) -> None:
             def add_warm_up(engine: Engine) -> Request:
                 request = engine.add_warm_up(
-                    prompts[number], position_strategy=position_strategy, chunk_context=chunk_context
+                    prompts[number],
+                    position_strategy=position_strategy,
+                    chunk_context=chunk_context,
+                    priority=priority,
                 )
                 numbers[request] = number
                 return request

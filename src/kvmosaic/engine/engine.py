@@ -258,15 +258,16 @@ class Engine:
         *,
         position_strategy: str | None = None,
         chunk_context: ChunkContext | None = None,
+        priority: int = WARM_PRIORITY,
     ) -> Request:
         """Queues the prefill of a prompt's uncached chunks, without an answer; its question is not used.
 
-        It gives way to other requests, until it has waited for `-WARM_PRIORITY` minutes.
+        It gives way to other requests, until it has waited for `-priority` minutes.
         """
         if not prompt.chunks:
             raise InvalidPrompt("a warm-up needs at least one document; got none")
         layout = self.placer.arrange(prompt, position_strategy, chunk_context, chunks_only=True)
-        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None, priority=WARM_PRIORITY)
+        return self._queue(PlacedPrompt(prompt, layout), SamplingParams(max_tokens=1), None, priority=priority)
 
     def reset_prefix_cache(self, *, reset_external: bool = False) -> bool:
         """Drops all that is cached and not in use, pinned chunks too; returns whether nothing is left.

@@ -23,6 +23,7 @@ from kvmosaic.layout import (
     IN_FULL,
     LATER_IN_FULL,
     MIXED_UP,
+    SHORT_IN_FULL,
     ChunkContext,
     Layout,
     LayoutAdapter,
@@ -34,7 +35,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
-from kvmosaic.prompt.companions import Likeness, likeness_of
+from kvmosaic.prompt.companions import SHORT_TOKENS, Likeness, alike_pairs, few_like_one_before, likeness_of
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -143,7 +144,7 @@ class Placer:
     ) -> None:
         """Places prompts of at most `max_positions`, for this cache.
 
-        Documents that are alike are read in full where it has room for the whole prompt.
+        Documents that are alike are read in full where it has room for the whole prompt, or are few.
 
         Raises:
             InvalidRepair: the model does not support the repair policy that the settings name.
@@ -211,9 +212,12 @@ class Placer:
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
         likeness = _likeness_of(layout)
+        is_usual = context is None and not self._config.says("chunk_context")
+        is_short = is_usual and not likeness and _are_short(layout)
+        why_in_full = f"{IN_FULL} ({_alike_ones(layout)})" if likeness else SHORT_IN_FULL
         is_default = repair is None and self._has_default
         if is_default:
-            wishes = self._wishes(prompt, layout, likeness, has_window=has_window)
+            wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
         remarks = [LATER_IN_FULL if isinstance(policy, Alike) else MIXED_UP] if likeness == "apart" else []
@@ -229,7 +233,7 @@ class Placer:
                 layout = replace(whole, adapter=layout.adapter) if is_default else whole
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
         if isinstance(policy, FullRepair):
-            remarks = [IN_FULL] if is_default else []
+            remarks = [why_in_full] if is_default else []
         period = Period(begin, self._clock())
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
 
@@ -240,7 +244,7 @@ class Placer:
         return in_best_order(prompt, layout, self._kv_cache, moves_sections=self._model.is_movable)
 
     def _wishes(
-        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, has_window: bool
+        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, is_short: bool, has_window: bool
     ) -> Iterator[RepairPolicy]:
         """Default policies, the best one for right answers first.
 
@@ -248,16 +252,22 @@ class Placer:
             prompt: a prompt.
             layout: of the prompt.
             likeness: of its documents.
+            is_short: whether reading them costs little.
             has_window: whether documents move along with a rolling window of the text.
         """
         is_free = not has_window and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
-        if likeness == "apart" and is_free and prompt.num_tokens < self._max_in_full:
-            yield FullRepair()
+        usual = repair_policy(self._config.repair_after(layout.chunk_context))
+        if (likeness == "apart" or is_short) and is_free:
+            is_usable = has_looks and isinstance(usual, NoRepair) and not is_short
+            if is_usable and few_like_one_before(layout.chunk_token_ids):
+                yield Alike()
+            if prompt.num_tokens < self._max_in_full:
+                yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:
-            yield repair_policy(self._config.repair_after(layout.chunk_context))
+            yield usual
 
     def arrange(
         self,
@@ -309,9 +319,27 @@ class Placer:
 
 def _likeness_of(layout: Layout) -> Likeness:
     likeness = likeness_of(layout.chunk_token_ids, layout.companions)
-    if likeness and exact_spans(layout).issuperset(index for index, span in enumerate(layout.spans) if span.is_chunk):
-        return ""
-    return likeness
+    return "" if likeness and _is_exact(layout) else likeness
+
+
+def _alike_ones(layout: Layout) -> str:
+    """The first two documents that are alike, for people."""
+    names = [span.segment.name for span in layout.spans if span.is_chunk]
+    pair = next(alike_pairs(layout.chunk_token_ids))
+    return " and ".join(f"{names[number]!r:.60}" if names[number] else f"number {number + 1}" for number in pair)
+
+
+def _are_short(layout: Layout) -> bool:
+    """Whether documents cost about as much as a question to read, and composing them would not be exact.
+
+    Models that were made for documents that saw the system text only lose nothing by that.
+    """
+    num_tokens = sum(map(len, layout.chunk_token_ids))
+    return num_tokens <= SHORT_TOKENS and layout.chunk_context == "companions" and not _is_exact(layout)
+
+
+def _is_exact(layout: Layout) -> bool:
+    return exact_spans(layout).issuperset(index for index, span in enumerate(layout.spans) if span.is_chunk)
 
 
 def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutAdapter:

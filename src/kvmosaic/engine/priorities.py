@@ -16,6 +16,8 @@ interactive request, ten steps, is ten of them."""
 
 WARM_PRIORITY = -10
 """Of warm-ups: a request of ordinary priority takes their slots and their turn, for ten minutes."""
+START_PRIORITY = -20
+"""Of those at a server's start, for which no client waits."""
 
 
 def check_priority(priority: object) -> int:

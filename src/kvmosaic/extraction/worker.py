@@ -14,6 +14,7 @@ from io import BytesIO
 from typing import Any
 
 from bs4 import BeautifulSoup, Tag
+from bs4.dammit import EncodingDetector
 from bs4.element import PreformattedString
 
 from kvmosaic.extraction import REFUSED, REFUSED_LIMITS
@@ -182,13 +183,24 @@ def _keep_text(soup: BeautifulSoup) -> None:
             return
 
 
+def _encoding_of(content: bytes) -> str:
+    """The encoding that a page says; else UTF-8 if it can be that, or that of old pages: guesses on short ones fail."""
+    if said := EncodingDetector.find_declared_encoding(content, is_html=True):
+        return said
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "windows-1252"
+    return "utf-8"
+
+
 def read_html(content: bytes) -> tuple[str, str]:
     """Returns title and text of a web page as Markdown, without navigation, scripts, images and addresses of links."""
     from markdownify import MarkdownConverter
 
     from kvmosaic.extraction.worker import WebPage
 
-    soup = WebPage(content, "html.parser")
+    soup = WebPage(content, "html.parser", from_encoding=_encoding_of(content))
     title = " ".join(soup.title.get_text().split())[:MAX_TITLE_CHARACTERS] if soup.title else ""
     _keep_text(soup)
     text: str = MarkdownConverter(heading_style="ATX", strip=["a"], escape_misc=False).convert_soup(soup)

@@ -226,9 +226,12 @@ def _unseen_before(layout: Layout) -> int:
     return sum(span.num_tokens for span in before if span.is_text)
 
 
+SHORT_IN_FULL = "documents are short, so they are read in full; repair 'none' reuses them"
 LATER_IN_FULL = "documents that are like one before them are read in full"
 MIXED_UP = "documents are alike, and may be mixed up"
-IN_FULL = "documents are alike, so they are read in full; companions of their kind, or a repair, let them be reused"
+IN_FULL = (
+    "documents are alike, so they are read in full; companions of their kind, or repair 'alike', let them be reused"
+)
 
 
 def with_kin(prompt: Prompt) -> Prompt:

@@ -130,6 +130,12 @@ _COMPARED = 128
 _NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
 
+_MAX_LATER = 1 / 8
+"""Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
+
+SHORT_TOKENS = 256
+"""Of all documents of a prompt: up to here they are read in full, which takes little time, and is right."""
+
 
 def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> Iterator[tuple[int, int]]:
     """The numbers of two documents that are alike, in start and end: many of their pairs of tokens are the same.
@@ -148,6 +154,12 @@ def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> 
 def like_one_before(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> set[int]:
     """The numbers of documents that are like one before them; see `alike_pairs`."""
     return {later for _, later in alike_pairs(documents, texts)}
+
+
+def few_like_one_before(documents: Sequence[TokenIds]) -> set[int]:
+    """`like_one_before`, where these have at most an eighth of all tokens; else empty."""
+    later = like_one_before(documents)
+    return later if sum(len(documents[number]) for number in later) <= _MAX_LATER * sum(map(len, documents)) else set()
 
 
 def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:

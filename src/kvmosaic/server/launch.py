@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -39,6 +40,8 @@ T = TypeVar("T")
 logger = logging.getLogger("kvmosaic.server")
 
 SWITCH_SECONDS = 0.0005
+WARM_LINE_SECONDS = 20.0
+"""Between two lines on documents that are computed, where there is no terminal for a bar."""
 _BYTES_PER_TOKEN = 4
 """What a token of text takes, about: for the estimate at the start."""
 GRACE_SECONDS = 10.0
@@ -293,9 +296,18 @@ class _Launch:
 
         try:
             self._say("           documents are computed meanwhile; requests go first")
+            last = time.monotonic()
             with progress_bar(self._notices) as bar:
                 task = bar.add_task("computing documents", total=None)
-                told = await warm_stored(services, lambda done, total: bar.update(task, completed=done, total=total))
+
+                def show(done: int, total: int) -> None:
+                    nonlocal last
+                    bar.update(task, completed=done, total=total)
+                    if bar.disable and time.monotonic() > last + WARM_LINE_SECONDS:
+                        last = time.monotonic()
+                        self._say(f"           {done:,} of {total:,} documents are computed")
+
+                told = await warm_stored(services, show)
             self._say(f"computed   {told}")
         except Exception:  # the server goes on without them
             logger.exception("stored documents are not computed at the start")
@@ -332,7 +344,7 @@ class _Launch:
 
 
 def _room(llm: LLM, documents: DocumentStore) -> str:
-    """What the chunk cache holds: "250 stored, about 100 fit (46,592 tokens, 2 GiB)"."""
+    """What the chunk cache holds: "250 stored, about 100 fit (room for 46,592 tokens, 2 GiB)"."""
     kv_cache, usage = llm.engine.kv_cache, documents.usage()
     block, count = kv_cache.chunk_pool.block_size, kv_cache.chunk_pool.num_blocks
     size = f"{count * block:,} tokens, {_shown_size(count * kv_cache.bytes_per_block)}"
@@ -341,7 +353,7 @@ def _room(llm: LLM, documents: DocumentStore) -> str:
     tokens_of_one = usage.num_bytes / usage.num_documents / _BYTES_PER_TOKEN + block / 2  # half of the last block
     fitting = int(count * block / tokens_of_one)
     fits = "all" if fitting >= usage.num_documents else f"about {float(f'{fitting:.2g}'):,.0f}"
-    return f"{usage.num_documents:,} stored, {fits} fit ({size})"
+    return f"{usage.num_documents:,} stored, {fits} fit (room for {size})"
 
 
 def _shown_tier(tier: TierStat) -> str:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 MAX_FILES = 1_000_000
 HASH = "sha256"
 """Key in the metadata of a document that came from a file: the hash of that file."""
+FOLDER = "folder"
+"""Key in the metadata: the name of the folder that the file was synchronized from."""
 JSON_LINES = (".jsonl", ".ndjson")
 
 
@@ -89,7 +91,8 @@ def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
         raise InvalidDocument("its name is not UTF-8; rename it") from None
     said = extract_text(content, name)
     title = said.title or Path(name).name
-    values = {"id": name, "title": title, "text": said.text, "metadata": {HASH: hash_of(content)}, **fields}
+    about = {HASH: hash_of(content), **dict(fields.get("metadata", {}))}
+    values = {"id": name, "title": title, "text": said.text, **fields, "metadata": about}
     return NamedLine.of(name, values)
 
 
@@ -207,7 +210,7 @@ class FolderSync:
     prefix: str = ""
     """Beginning of the ids; the rest is the path in the folder."""
     delete: bool = False
-    """Whether documents are deleted whose files are gone, as far as they came from files."""
+    """Whether documents are deleted whose files are gone, as far as they came from files of a folder of this name."""
     fields: FileFields = field(default_factory=FileFields)
     warm: Warming | None = None
     """Whether they are computed, too, and for which requests."""
@@ -264,17 +267,20 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
     if sync.pattern is None:
         counts.skipped = dict(count_skipped(sync.folder))
     files = {sync.prefix + name: path for name, path in files_of(sync.folder, sync.pattern).items()}
-    known = _known_hashes(server, sync.prefix)
+    known = _known_files(server, sync.prefix)
+    folder = sync.folder.resolve().name
+    fields = {**sync.fields.values(), "metadata": {FOLDER: folder}}
 
     def lines() -> Iterator[NamedLine]:
         for name, path in files.items():
-            if line := _file_line(counts, path, name, sync.fields.values(), known.get(name)):
+            if line := _file_line(counts, path, name, fields, known.get(name, {}).get(HASH)):
                 yield line
 
     with progress_bar(Console(stderr=True)) as bar:
         bar.add_task("uploading", total=len(files))
         _upload(server, lines(), counts, bar)
-        for name in sync.gone(known.keys() - files.keys()) if sync.delete else ():
+        others = [name for name in known.keys() - files.keys() if known[name].get(FOLDER, folder) == folder]
+        for name in sync.gone(others) if sync.delete else ():
             if counts.is_interrupted:
                 break
             server.delete(name)
@@ -290,8 +296,10 @@ def warm_documents(server: ServerDocuments, ids: Sequence[str], warming: Warming
     Raises:
         KVMosaicError: the server cannot be asked.
     """
-    counts = UploadCounts()
-    with progress_bar(Console(stderr=True)) as bar:
+    counts, notices = UploadCounts(), Console(stderr=True)
+    if not notices.is_terminal:
+        typer.echo(f"computing {len(ids):,} of the documents, unless they are cached", err=True)
+    with progress_bar(notices) as bar:
         task = bar.add_task("computing", total=len(ids))
         try:
             for document_id in ids:
@@ -341,13 +349,11 @@ def _signature(sync: FolderSync) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _known_hashes(server: ServerDocuments, prefix: str) -> dict[str, str]:
-    """Hashes of the files that the server has, by id."""
+def _known_files(server: ServerDocuments, prefix: str) -> dict[str, dict[str, str]]:
+    """What the server knows of the files that it has, by id."""
     documents = server.listed(search=prefix)
     return {
-        each["id"]: each["metadata"][HASH]
-        for each in documents
-        if each["id"].startswith(prefix) and HASH in each["metadata"]
+        each["id"]: each["metadata"] for each in documents if each["id"].startswith(prefix) and HASH in each["metadata"]
     }
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request as HTTPRequest
 
@@ -16,8 +16,10 @@ from kvmosaic.api.served_documents import ServedDocuments, check_length, most_ch
 from kvmosaic.api.warming import WarmedDocument, WarmJob, WarmOptions
 from kvmosaic.documents import DocumentDraft, StoredDocument
 from kvmosaic.engine import Request
+from kvmosaic.engine.priorities import START_PRIORITY, WARM_PRIORITY
 from kvmosaic.errors import ChunkCacheFull, ChunkCacheOff
 from kvmosaic.extraction import FileText, extract_text
+from kvmosaic.layout.strategies import AUTO, choose_strategy
 from kvmosaic.prompt import Document, Prompt
 from kvmosaic.server.documents.cached import (
     count_kept,
@@ -44,6 +46,8 @@ class ServerDocuments(ServedDocuments):
         self._services = services
         self._tenant = tenant
         self._request_id = request_id
+        self.warm_priority = WARM_PRIORITY
+        """Of warm-ups among all requests."""
 
     @classmethod
     def of(cls, services: Services, request: HTTPRequest) -> ServerDocuments:
@@ -146,9 +150,9 @@ class ServerDocuments(ServedDocuments):
         try:
             if isinstance(document, str):
                 document = (await self.in_thread(self.store.get, self.tenant, document)).content
-            prompts = await self.in_thread(self._prompts_of, document, job)
+            prompts, how = await self.in_thread(self._prompts_of, document, job)
             ended: list[Request] = []
-            async with aclosing(services.engine.warm(prompts, chunk_context=job.chunk_context)) as ends:
+            async with aclosing(services.engine.warm(prompts, priority=self.warm_priority, **how)) as ends:
                 async for _, request in ends:
                     if request.error is not None:
                         raise request.error
@@ -168,8 +172,11 @@ class ServerDocuments(ServedDocuments):
             milliseconds=sum(chunk.milliseconds for chunk in chunks),
         )
 
-    def _prompts_of(self, document: Document, job: WarmJob) -> Sequence[Prompt]:
-        """Returns one prompt for each chunk and place of it, so that they need not fit into memory together."""
+    def _prompts_of(self, document: Document, job: WarmJob) -> tuple[Sequence[Prompt], dict[str, Any]]:
+        """Returns one prompt for each chunk and place of it, so that they need not fit into memory together.
+
+        And the strategy and context of prompts with the document: with a long one, positions may overlap.
+        """
         llm, options = self._services.llm, job.options
         companions = self.store.companions(self.tenant, llm.chunk_cache_config.companions, options.companions)
         prompt = llm.encoder.beside(companions).encode_documents(
@@ -180,8 +187,14 @@ class ServerDocuments(ServedDocuments):
             preamble=options.preamble,
             find_documents=job.find_documents,
         )
-        context = job.chunk_context or llm.chunk_cache_config.context_in()
-        return [replace(single, tenant=self.tenant) for single in prompt.singles(with_places=context == "companions")]
+        config, strategy = llm.chunk_cache_config, str(llm.chunk_cache_config.position_strategy)
+        if strategy == AUTO:
+            limit, is_movable = llm.engine.max_positions, llm.model.is_movable
+            strategy = choose_strategy(prompt.num_tokens, limit, is_movable=is_movable)
+        context = job.chunk_context or config.context_in(strategy)
+        singles = prompt.singles(with_places=context == "companions")
+        how = {"position_strategy": strategy, "chunk_context": context}
+        return [replace(single, tenant=self.tenant) for single in singles], how
 
 
 async def warm_stored(services: Services, progress: Callable[[int, int], None]) -> str:
@@ -195,6 +208,7 @@ async def warm_stored(services: Services, progress: Callable[[int, int], None]) 
     for tenant in services.tenants:
         served = ServerDocuments(services, tenant, "warm-on-start")
         stored = await asyncio.to_thread(services.documents.documents, tenant.name)
+        served.warm_priority = START_PRIORITY
         job = WarmJob(dict(enumerate(document.id for document in reversed(stored))), options)
         num_documents += len(stored)
         num_done, evictions = 0, await served.num_evictions()

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.integrations.vllm.contract import Composition, runs_of_whole
 from kvmosaic.integrations.vllm.operations import WorkerFacts, layer_specs
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
-from kvmosaic.layout import IN_FULL, Layout
-from kvmosaic.prompt.companions import likeness_of
+from kvmosaic.layout import IN_FULL, SHORT_IN_FULL, Layout
+from kvmosaic.prompt.companions import SHORT_TOKENS, few_like_one_before, likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -137,9 +137,18 @@ def default_repair(facts: Iterable[WorkerFacts]) -> int:
 
 
 def with_default_repair(composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> Composition:
-    """The same without a repair that these workers cannot compute, where the request leaves it open."""
-    is_refused = composition.leaves_repair_open and why_not_repaired(composition, layout, facts)
-    return replace(composition, repair=0) if is_refused else composition
+    """The same with a repair that these workers can compute, where the request leaves it open.
+
+    Documents that are like one before them are read in full where they are few, and others are not repaired.
+    """
+    if not composition.leaves_repair_open:
+        return composition
+    facts, documents = list(facts), layout.chunk_token_ids
+    if not composition.repair and (later := few_like_one_before(documents)):
+        repaired = replace(composition, repair=runs_of_whole(documents, later), leaves_repair_open=False)
+        if not why_not_repaired(repaired, layout, facts):
+            return repaired
+    return replace(composition, repair=0) if why_not_repaired(composition, layout, facts) else composition
 
 
 def request_trouble(
@@ -168,6 +177,9 @@ def request_trouble(
         return Bypass("resumable", "the prompt arrives in parts")
     if composition.leaves_repair_open and likeness_of(layout.chunk_token_ids, ()):
         return Bypass("alike", IN_FULL)
+    is_short = len(composition.chunks) > 1 and sum(composition.chunks) <= SHORT_TOKENS
+    if composition.leaves_repair_open and composition.companions and is_short:
+        return Bypass("short", SHORT_IN_FULL)
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
         return Bypass("repair", reason)
     if _has_texts(layout) and not all(fact.can_repair for fact in facts):
