@@ -46,8 +46,24 @@ def test_a_page_laid_out_by_tables_is_its_text_without_the_menu_cell() -> None:
     assert text.startswith("# The mill\n") and "Chapter" not in text
     assert "grinds oats. The mill" in text and "| oats | 3 crowns |" in text
     assert text.count("|") < 12, "only the table of data is one"
+    column = f"<p>{5 * 'Oats. '}</p><table><tr><td><b>Menu</b></td></tr><tr><td><ul>{links}</ul></td></tr></table>"
+    assert "Chapter" not in read_html(f"<p>{60 * 'The mill. '}</p>{column}".encode())[1]
     listed = f"<table><tr><td><h1>Contents</h1><ul>{links}</ul></td></tr></table>"
     assert "Chapter 7" in read_html(listed.encode())[1], "a page of links is kept"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"<p>caf\xe9</p>",
+        "<p>caf\xe9</p>".encode(),
+        "<p>caf\xe9</p>".encode("utf-16"),
+        b"<meta charset=no-such><p>caf\xe9</p>",
+        b"<meta charset=iso-8859-1><p>caf\xe9</p>",
+    ],
+)
+def test_a_short_page_without_a_known_encoding_is_no_guess(page: bytes) -> None:
+    assert read_html(page)[1] == "caf\xe9"
 
 
 def test_the_main_part_of_a_page_is_its_text() -> None:

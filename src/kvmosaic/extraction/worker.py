@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import os
 import re
@@ -138,12 +139,15 @@ _MENU_SHARE = 0.6
 """A cell of a layout with so many links, which have so much of its text, is a menu."""
 
 
+def _has_columns(table: Tag) -> bool:
+    return table.th is not None or any(len(row(["td", "th"], recursive=False, limit=2)) > 1 for row in table("tr"))
+
+
 def _unfold_layout(soup: BeautifulSoup, num_characters: int) -> None:
     """Makes tables that lay out a page plain blocks, and drops their menus, unless one is most of the page."""
     budget = _MAX_KEPT * num_characters  # cells in cells are looked at again
     for table in soup("table"):
-        is_data = len(table(["td", "th"], limit=2)) > 1 and table.find(_LAYOUT) is None
-        if table.decomposed or is_data:
+        if table.decomposed or (table.find(_LAYOUT) is None and _has_columns(table)):
             continue
         table.name, parts = "div", [each for each in table.contents if isinstance(each, Tag)]
         while parts:
@@ -185,8 +189,10 @@ def _keep_text(soup: BeautifulSoup) -> None:
 
 def _encoding_of(content: bytes) -> str:
     """The encoding that a page says; else UTF-8 if it can be that, or that of old pages: guesses on short ones fail."""
-    if said := EncodingDetector.find_declared_encoding(content, is_html=True):
-        return said
+    said = EncodingDetector.find_declared_encoding(content, is_html=True)
+    with suppress(LookupError):
+        if said:
+            return codecs.lookup(said).name
     try:
         content.decode()
     except UnicodeDecodeError:
