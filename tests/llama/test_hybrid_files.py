@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,10 @@ def check_one(tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixtur
     with LLM(path, self_check=False) as llm:
         assert "carry a state: it runs in transformers, dequantized" in caplog.text
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
+        composed = replace(params, repair="none")
         documents = ["The ferry goes at noon from the pier.", "The mill is old and stands by the river."]
         for _ in range(2):
-            (output,) = llm.chat([{"role": "user", "content": "When?"}], params, documents=documents)
+            (output,) = llm.chat([{"role": "user", "content": "When?"}], composed, documents=documents)
         assert [each.action for each in output.reuse.segments if each.kind == "chunk"] == ["reused", "moved"]
         (output,) = llm.generate("Where is the ferry?", params)
         likely = torch.log_softmax(module(torch.tensor([output.prompt_token_ids])).logits[0, -1].double(), -1)

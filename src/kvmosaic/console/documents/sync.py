@@ -23,7 +23,6 @@ from kvmosaic.console.folder import MAX_FILE_BYTES, count_skipped, find_document
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError, UnknownDocument
 from kvmosaic.extraction import SUFFIXES, extract_text
-from kvmosaic.server.model_loader import in_daemon_thread
 from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
@@ -432,6 +431,7 @@ async def add_documents(services: Services, names: Sequence[str]) -> str:
     Where these documents have a place of their own, those whose files are gone are deleted.
     """
     from kvmosaic.server.documents.served import ServerDocuments as ServedDocuments  # imports torch
+    from kvmosaic.server.model_loader import in_daemon_thread
 
     (tenant,) = services.tenants
     documents = LocalDocuments(ServedDocuments(services, tenant, "start"), asyncio.get_running_loop())
