@@ -42,20 +42,21 @@ def test_the_reason_against_repair_names_what_is_in_the_way(
     assert reason in found and bool(reason) == bool(found)
 
 
+REQUEST = SimpleNamespace(
+    sampling_params=SimpleNamespace(prompt_logprobs=None),
+    skip_reading_prefix_cache=False,
+    mm_features=(),
+    prompt_token_ids=[1],
+    prompt_embeds=None,
+    resumable=False,
+)
+
+
 @pytest.mark.parametrize("leaves_repair_open", [True, False])
 def test_documents_that_are_alike_are_not_composed_unless_a_repair_is_set(leaves_repair_open: bool) -> None:
     composition = Composition(2, (12, 12), leaves_repair_open=leaves_repair_open)
     layout = composition.layout([1, 2, *range(10, 22), *range(10, 21), 30, 3, 4])
-    params = SimpleNamespace(prompt_logprobs=None)
-    request = SimpleNamespace(
-        sampling_params=params,
-        skip_reading_prefix_cache=False,
-        mm_features=(),
-        prompt_token_ids=[1],
-        prompt_embeds=None,
-        resumable=False,
-    )
-    found = request_trouble(request, composition, layout, [ABLE], in_place=False)
+    found = request_trouble(REQUEST, composition, layout, [ABLE], in_place=False)
     assert (found.code if found else "") == ("alike" if leaves_repair_open else "")
 
 
@@ -85,19 +86,10 @@ def test_few_documents_that_are_like_one_before_them_are_read_in_full(
 def test_short_documents_are_not_composed_unless_a_repair_is_set(length: int, code: str) -> None:
     composition = Composition(0, (length, 128), companions=((1, 2),), leaves_repair_open=True)
     layout = composition.layout([*range(length), *range(300, 428), 7])
-    params = SimpleNamespace(prompt_logprobs=None)
-    request = SimpleNamespace(
-        sampling_params=params,
-        skip_reading_prefix_cache=False,
-        mm_features=(),
-        prompt_token_ids=[1],
-        prompt_embeds=None,
-        resumable=False,
-    )
-    found = request_trouble(request, composition, layout, [ABLE], in_place=False)
+    found = request_trouble(REQUEST, composition, layout, [ABLE], in_place=False)
     assert (found.code if found else "") == code
     asked = replace(composition, leaves_repair_open=False)
-    assert request_trouble(request, asked, layout, [ABLE], in_place=False) is None
+    assert request_trouble(REQUEST, asked, layout, [ABLE], in_place=False) is None
 
 
 OURS = SimpleNamespace(kv_connector="kvmosaic", kv_connector_extra_config={})

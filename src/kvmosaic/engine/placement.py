@@ -214,7 +214,6 @@ class Placer:
         likeness = _likeness_of(layout)
         is_usual = context is None and not self._config.says("chunk_context")
         is_short = is_usual and not likeness and _are_short(layout)
-        why_in_full = f"{IN_FULL} ({_alike_ones(layout)})" if likeness else SHORT_IN_FULL
         is_default = repair is None and self._has_default
         if is_default:
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
@@ -233,7 +232,8 @@ class Placer:
                 layout = replace(whole, adapter=layout.adapter) if is_default else whole
         is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
         if isinstance(policy, FullRepair):
-            remarks = [why_in_full] if is_default else []
+            why = f"{IN_FULL} ({_alike_ones(prompt.chunks)})" if is_default and likeness else SHORT_IN_FULL
+            remarks = [why] if is_default else []
         period = Period(begin, self._clock())
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
 
@@ -322,11 +322,10 @@ def _likeness_of(layout: Layout) -> Likeness:
     return "" if likeness and _is_exact(layout) else likeness
 
 
-def _alike_ones(layout: Layout) -> str:
+def _alike_ones(chunks: Sequence[Segment]) -> str:
     """The first two documents that are alike, for people."""
-    names = [span.segment.name for span in layout.spans if span.is_chunk]
-    pair = next(alike_pairs(layout.chunk_token_ids))
-    return " and ".join(f"{names[number]!r:.60}" if names[number] else f"number {number + 1}" for number in pair)
+    pair = next(alike_pairs([chunk.token_ids or () for chunk in chunks]))
+    return " and ".join(f"{name!r:.60}" if (name := chunks[each].name) else f"number {each + 1}" for each in pair)
 
 
 def _are_short(layout: Layout) -> bool:

@@ -278,8 +278,7 @@ class ServerDocuments:
     def warm(self, document_id: str, system: str | None) -> bool:
         """Computes a document for requests with this system text; returns whether it was not cached."""
         body = {} if system is None else {"system": system}
-        path = f"{ROUTE}{_path(document_id)}:warm"
-        num_computed = fields_of_server(self.url, path, self._timeout, body=body).get("num_computed")
+        num_computed = self._ask("POST", f"{_path(document_id)}:warm", body).get("num_computed")
         if not isinstance(num_computed, int):
             raise no_kvmosaic(self.url)
         return num_computed > 0
@@ -294,8 +293,8 @@ class ServerDocuments:
             error = result.get("error") or {}
             yield Outcome(sent.name, str(result.get("status")), str(error.get("message", "")))
 
-    def _ask(self, method: Any, path: str) -> dict[str, Any]:
-        return fields_of_server(self.url, ROUTE + path, self._timeout, method=method)
+    def _ask(self, method: Any, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return fields_of_server(self.url, ROUTE + path, self._timeout, method=method, body=body)
 
 
 def _path(document_id: str) -> str:

@@ -127,10 +127,10 @@ def warm(
     Requests of others go first. Run it again after an interruption: what is computed stays.
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.sync import Warming, warm_documents
+    from kvmosaic.console.documents.sync import warm_documents
 
     client = ServerDocuments(server, timeout)
-    counts = warm_documents(client, ids or [each["id"] for each in client.listed()], Warming(system))
+    counts = warm_documents(client, ids or [each["id"] for each in client.listed()], system)
     counts.show(as_json)
     raise typer.Exit(counts.exit_code)
 
@@ -155,13 +155,13 @@ def sync(
     kvmosaic documents sync handbook --prefix handbook/ --delete
     """
     from kvmosaic.console.documents.client import ServerDocuments
-    from kvmosaic.console.documents.sync import FileFields, FolderSync, Warming, sync_folder, watch_folder
+    from kvmosaic.console.documents.sync import FileFields, FolderSync, sync_folder, watch_folder
     from kvmosaic.errors import InvalidConfig
 
     if system is not None and not warm:
         raise InvalidConfig("--system is that of the requests that --warm computes for; give --warm, too")
-    client, warming = ServerDocuments(server, timeout), Warming(system) if warm else None
-    wanted = FolderSync(folder, glob, prefix, delete, FileFields(pin, ttl), warming)
+    client, fields = ServerDocuments(server, timeout), FileFields(pin, ttl)
+    wanted = FolderSync(folder, glob, prefix, delete, fields, warm, system)
     if watch:
         watch_folder(client, wanted, as_json)
         return

@@ -194,13 +194,6 @@ class UploadCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Warming:
-    """The requests that documents are computed for."""
-
-    system: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class FolderSync:
     """A folder, and the documents of a server that it is to be equal to."""
 
@@ -211,8 +204,10 @@ class FolderSync:
     delete: bool = False
     """Whether documents are deleted whose files are gone, as far as they came from files of a folder of this name."""
     fields: FileFields = field(default_factory=FileFields)
-    warm: Warming | None = None
-    """Whether they are computed, too, and for which requests."""
+    warm: bool = False
+    """Whether they are computed, too."""
+    system: str | None = None
+    """System text of the requests that they are computed for."""
 
     def gone(self, document_ids: Iterable[str]) -> list[str]:
         """Those of these documents whose files are gone; a file that the pattern leaves out is still there."""
@@ -284,12 +279,12 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
                 break
             server.delete(name)
             counts.deleted += 1
-    if sync.warm is not None and not counts.is_interrupted:
-        counts.include(warm_documents(server, [name for name in files if name not in counts.refused], sync.warm))
+    if sync.warm and not counts.is_interrupted:
+        counts.include(warm_documents(server, [name for name in files if name not in counts.refused], sync.system))
     return counts
 
 
-def warm_documents(server: ServerDocuments, ids: Sequence[str], warming: Warming) -> UploadCounts:
+def warm_documents(server: ServerDocuments, ids: Sequence[str], system: str | None) -> UploadCounts:
     """Computes documents one by one. What is cached costs nothing: the same call goes on after an interruption.
 
     Raises:
@@ -303,7 +298,7 @@ def warm_documents(server: ServerDocuments, ids: Sequence[str], warming: Warming
         try:
             for document_id in ids:
                 try:
-                    is_new = server.warm(document_id, warming.system)
+                    is_new = server.warm(document_id, system)
                 except UnknownDocument:
                     counts.refused[document_id] = "it is not stored"
                 else:

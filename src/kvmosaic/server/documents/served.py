@@ -41,13 +41,14 @@ logger = logging.getLogger("kvmosaic.server")
 class ServerDocuments(ServedDocuments):
     """The documents of one tenant of this server."""
 
-    def __init__(self, services: Services, tenant: Tenant, request_id: str = "") -> None:
+    def __init__(
+        self, services: Services, tenant: Tenant, request_id: str = "", *, warm_priority: int = WARM_PRIORITY
+    ) -> None:
         super().__init__(services.documents, tenant.name, services.settings.max_body_bytes, "--max-body-bytes")
         self._services = services
         self._tenant = tenant
         self._request_id = request_id
-        self.warm_priority = WARM_PRIORITY
-        """Of warm-ups among all requests."""
+        self._warm_priority = warm_priority
 
     @classmethod
     def of(cls, services: Services, request: HTTPRequest) -> ServerDocuments:
@@ -152,7 +153,7 @@ class ServerDocuments(ServedDocuments):
                 document = (await self.in_thread(self.store.get, self.tenant, document)).content
             prompts, how = await self.in_thread(self._prompts_of, document, job)
             ended: list[Request] = []
-            async with aclosing(services.engine.warm(prompts, priority=self.warm_priority, **how)) as ends:
+            async with aclosing(services.engine.warm(prompts, priority=self._warm_priority, **how)) as ends:
                 async for _, request in ends:
                     if request.error is not None:
                         raise request.error
@@ -206,9 +207,8 @@ async def warm_stored(services: Services, progress: Callable[[int, int], None]) 
     options = WarmOptions(system=services.settings.warm_system or None)
     num_documents = num_computed = num_tokens = 0
     for tenant in services.tenants:
-        served = ServerDocuments(services, tenant, "warm-on-start")
+        served = ServerDocuments(services, tenant, "warm-on-start", warm_priority=START_PRIORITY)
         stored = await asyncio.to_thread(services.documents.documents, tenant.name)
-        served.warm_priority = START_PRIORITY
         job = WarmJob(dict(enumerate(document.id for document in reversed(stored))), options)
         num_documents += len(stored)
         num_done, evictions = 0, await served.num_evictions()
