@@ -248,14 +248,15 @@ def test_stored_documents_are_warmed_by_id_or_all_and_what_is_cached_costs_nothi
 def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp_path: Path) -> None:
     for name in ("tower", "bridge"):
         (tmp_path / f"{name}.md").write_text(f"The {name} of Fenbury is synchronized and warmed.")
-    (tmp_path / "empty.md").write_text(" ")
+    (tmp_path / "blank.md").write_text(" ")
+    (tmp_path / "empty.md").touch()
     for name in ("a.csv", "b.csv", "photo.png", "LICENSE"):
         (tmp_path / name).write_text("1,2")
     synced = kvmosaic(server, "sync", str(tmp_path), "--warm")
-    assert synced.stdout == "2 stored, 2 computed, 1 refused, 4 skipped\n" and "scanned" not in synced.stderr
-    assert "skipped: 2 .csv, 1 .png, 1 without a suffix; read are .txt, .md" in synced.stderr
+    assert synced.stdout == "2 stored, 2 computed, 1 refused, 5 skipped\n" and "scanned" not in synced.stderr
+    assert "skipped: 2 .csv, 1 .png, 1 without a suffix, 1 empty; read are .txt, .md" in synced.stderr
     again = kvmosaic(server, "sync", str(tmp_path), "--warm", "--json")
-    assert counts(again)["skipped"] == {".csv": 2, ".png": 1, "without a suffix": 1}
+    assert counts(again)["skipped"] == {".csv": 2, ".png": 1, "without a suffix": 1, "empty": 1}
     assert counts(again)["unchanged"] == counts(again)["cached"] == 2
     other = tmp_path / "other"
     other.mkdir()

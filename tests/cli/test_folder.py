@@ -19,7 +19,8 @@ def test_documents_are_text_files_sorted_by_name(tmp_path: Path, caplog: pytest.
     (tmp_path / "folder.txt" / "c.txt").write_text("third")
     found = [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}, {"id": "folder.txt/c", "text": "third"}]
     assert read_folder(tmp_path) == found
-    assert caplog.messages[0].startswith("left out: 'd.pdf' cannot be read") and len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("left out: 'd.pdf' cannot be read") and len(caplog.messages) == 2
+    assert caplog.messages[1].startswith("left out: 1 .png; read are .txt, ")
 
 
 def test_files_with_one_stem_keep_their_endings(tmp_path: Path) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidDocument, MissingExtra
 from kvmosaic.extraction import SUFFIXES, extract_text, is_readable, suffix_of
 
 MAX_FILES = 10_000
 MAX_FILE_BYTES = 2**28
 MAX_FOLDER_BYTES = 64 * 2**20
+MAX_SUFFIXES = 8
 logger = logging.getLogger("kvmosaic")
 
 
 def read_folder(folder: Path) -> list[dict[str, str]]:
     """Reads the files of a folder, sorted by name, as `{"id", "text"}` documents; see `find_documents`.
 
-    A file that cannot be read is left out, with a warning, if there is another one.
+    A file that cannot be read is left out, with a warning, if there is another one. So are files of other kinds.
 
     Raises:
         InvalidDocument: not a folder, no file that can be read, too many, or too long together.
@@ -40,7 +42,7 @@ def read_folder(folder: Path) -> list[dict[str, str]]:
         documents.append({"id": name, "text": text})
     if not documents:
         raise InvalidDocument(refused[0])
-    for told in refused:
+    for told in (*refused, *skipped_kinds(count_skipped(folder))):
         logger.warning("left out: %s", told)
     return documents
 
@@ -77,6 +79,12 @@ def count_skipped(folder: Path) -> Counter[str]:
     """Counts the files of a folder that are not read, by suffix; hidden ones are not counted."""
     names = (path.name for path in _matching(folder, "**/*") if path.is_file())
     return Counter(suffix_of(name) or "without a suffix" for name in names if not is_readable(name))
+
+
+def skipped_kinds(skipped: Mapping[str, int]) -> list[str]:
+    """A line about files that are not read, such as "3 .png, 1 .py; read are .txt"; none without such files."""
+    told = ", ".join(f"{number:,} {suffix}" for suffix, number in Counter(skipped).most_common(MAX_SUFFIXES))
+    return [f"{one_line(told, 400)}; read are {', '.join(SUFFIXES)}"] if skipped else []
 
 
 def bundled_documents() -> Path:

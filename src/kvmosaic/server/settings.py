@@ -82,8 +82,8 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     documents: Texts = _setting(
         (),
         "Documents",
-        "Files, and folders with their sub-folders, that are stored and computed at the start; without "
-        "--documents-dir apart from documents of other servers.",
+        "Files, and folders with their sub-folders, that are stored and computed at the start; of several, ids begin "
+        "with the folder's name. Without --documents-dir apart from documents of other servers.",
     )
     served_model_name: Texts = _setting(
         (), "Model", "What clients call the model; several names may be given. Default: MODEL."

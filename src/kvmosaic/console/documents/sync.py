@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.folder import MAX_FILE_BYTES, count_skipped, find_documents, read_file
+from kvmosaic.console.folder import MAX_FILE_BYTES, count_skipped, find_documents, read_file, skipped_kinds
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError, UnknownDocument
-from kvmosaic.extraction import SUFFIXES, extract_text
+from kvmosaic.extraction import extract_text
 from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ def json_lines(path: Path | None) -> Iterator[NamedLine]:
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 MAX_REFUSED_LINES = 50
-MAX_SUFFIXES = 8
 WATCH_SECONDS = 2.0
 """Between two looks at a watched folder."""
 
@@ -174,10 +173,8 @@ class UploadCounts:
 
     def show_refused(self) -> None:
         """Prints what was refused and what was skipped to standard error: each reason once."""
-        if self.skipped:
-            kinds = Counter(self.skipped).most_common(MAX_SUFFIXES)
-            said = one_line(", ".join(f"{number:,} {suffix}" for suffix, number in kinds), 400)
-            typer.echo(f"skipped: {said}; read are {', '.join(SUFFIXES)}", err=True)
+        for told in skipped_kinds(self.skipped):
+            typer.echo(f"skipped: {told}", err=True)
             typer.echo("         for texts of other kinds: kvmosaic documents add FILE", err=True)
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
@@ -262,6 +259,9 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
         counts.skipped = dict(count_skipped(sync.folder))
     files = {sync.prefix + name: path for name, path in files_of(sync.folder, sync.pattern).items()}
     known = _known_files(server, sync.prefix)
+    if empty := {name for name in files.keys() - known.keys() if _is_empty(files[name])}:
+        counts.skipped["empty"] = len(empty)  # one that is stored is refused instead: its text would stay
+        files = {name: path for name, path in files.items() if name not in empty}
     folder = sync.folder.resolve().name
     fields = {**sync.fields.values(), "metadata": {FOLDER: folder}}
 
@@ -364,6 +364,13 @@ def _file_line(
     except (InvalidDocument, MissingExtra) as error:
         counts.refused[_shown(name)] = _shown(str(error))
         return None
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.stat().st_size == 0
+    except OSError:
+        return False  # reading it says why
 
 
 def _shown(text: str) -> str:
