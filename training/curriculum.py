@@ -68,8 +68,9 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         Stage(1200, replace(FULL, documents=(1, 5), pronouns=0.2), drill=0.25, chains=0.25, stories=0.15, orders=0.05),
         replace(ALL_TASKS, start=1500),
     ),
-    # from a reader that has learned to look up, in all three ways of reading
+    # from a reader that has learned to look up, in all three ways of reading, or in causal order only
     "reader": (ALL_TASKS,),
+    "converted": (ALL_TASKS,),
 }
 
 

@@ -35,8 +35,12 @@ MAIN = Recipe(documents=(3, 6))
 
 def load_reader(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Reader, Tokenizer]:
     """The training model with the weights of a model folder."""
-    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    model = Reader(ReaderConfig(layers=layers), dtype)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"vocabulary": "vocab_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names |= {name: f"{name}_size" for name in ("hidden", "intermediate")}
+    delta_layers = tuple(i for i, kind in enumerate(config.get("layer_types", ())) if kind == "linear_attention")
+    shape = {name: config[key] for name, key in names.items()}
+    model = Reader(ReaderConfig(**shape, kv_heads=config["num_key_value_heads"], delta_layers=delta_layers), dtype)
     weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
     model.load_state_dict(weights)
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from training.model import ReaderConfig
+from training.hybrid import DeltaNet
+from training.model import SHAPES, ReaderConfig
 from training.tokenizer import BEGIN, END, PAD, SPECIAL, token_id
 
 CHAT_TEMPLATE = """{{- bos_token }}
@@ -41,9 +42,8 @@ CHAT_TEMPLATE = """{{- bos_token }}
 
 def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object]:
     """The content of config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    common = {
         "vocab_size": config.vocabulary,
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,
@@ -54,10 +54,7 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": True,
         "use_cache": True,
         "dtype": "bfloat16",
@@ -66,6 +63,28 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
         "eos_token_id": token_id(tokenizer, END),
         "pad_token_id": token_id(tokenizer, PAD),
     }
+    if not config.delta_layers:
+        llama = {"rope_theta": config.rope_theta, "rope_parameters": rope, "mlp_bias": False}
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **common, **llama}
+    kinds = ["linear" if layer in config.delta_layers else "full" for layer in range(config.layers)]
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        **common,
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "linear_num_key_heads": config.heads,
+        "linear_num_value_heads": config.heads,
+        "linear_key_head_dim": config.head_size,
+        "linear_value_head_dim": config.head_size,
+        "linear_conv_kernel_dim": DeltaNet.taps + 1,
+        "rope_parameters": {**rope, "partial_rotary_factor": 1.0, "mrope_section": mrope_section(config)},
+    }
+
+
+def mrope_section(config: ReaderConfig) -> list[int]:
+    """Frequencies of a Qwen3.5 for time, height and width, which are all the same for text."""
+    third = config.head_size // 2 // 3
+    return [config.head_size // 2 - 2 * third, third, third]
 
 
 def tokenizer_config(config: ReaderConfig) -> dict[str, object]:
@@ -83,10 +102,9 @@ def tokenizer_config(config: ReaderConfig) -> dict[str, object]:
     }
 
 
-def export(checkpoint: Path, tokenizer_file: Path, output: Path) -> None:
+def export(checkpoint: Path, tokenizer_file: Path, output: Path, config: ReaderConfig) -> None:
     """Writes weights in bfloat16, configuration, tokenizer and chat template."""
     output.mkdir(parents=True, exist_ok=True)
-    config = ReaderConfig()
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     weights = {name: value.to(torch.bfloat16) for name, value in load_file(checkpoint / "model.safetensors").items()}
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
@@ -112,8 +130,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors")
     parser.add_argument("output", type=Path, help="model folder to write")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; the checkpoint's own by default")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
     options = parser.parse_args()
-    export(options.checkpoint, options.tokenizer or options.checkpoint / "tokenizer.json", options.output)
+    tokenizer = options.tokenizer or options.checkpoint / "tokenizer.json"
+    export(options.checkpoint, tokenizer, options.output, SHAPES[options.shape])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A reader with more layers that starts as one with fewer: the new layers change nothing at first."""
+"""Readers that start as others: one with a layer more, which changes nothing at first, or one with states."""
 
 from pathlib import Path
 
@@ -31,3 +31,28 @@ def grow(model: Reader, folder: Path) -> None:
     with torch.no_grad():
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
+
+
+def convert(model: Reader, folder: Path) -> None:
+    """Loads what a Qwen3.5 can take of a Llama of as many layers: all but the attention of its layers with a state.
+
+    Gates start at a half, for which outputs are doubled; queries and keys, which this family normalises, are scaled to
+    the size that random states give them.
+    """
+    weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    own = model.state_dict()
+    moved = {}
+    for name, value in weights.items():
+        if name.endswith("norm.weight"):
+            moved[name] = value - 1
+        elif name.endswith("q_proj.weight"):
+            heads = value.view(model.config.heads, 1, model.config.head_size, -1)
+            moved[name] = torch.cat((heads, torch.zeros_like(heads)), 1).reshape(-1, value.shape[1])
+        else:
+            moved[name] = value * 2 if name.endswith("o_proj.weight") else value
+        for part in ("q", "k"):
+            if name.endswith(f"{part}_proj.weight"):
+                norm = weights[name.replace(f"self_attn.{part}_proj", "input_layernorm")]
+                size = (value * norm).pow(2).sum(1).mean().sqrt()
+                moved[name.replace("_proj", "_norm")] = (size - 1).expand(model.config.head_size).clone()
+    model.load_state_dict({name: value for name, value in moved.items() if name in own}, strict=False)

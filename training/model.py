@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.hybrid import DeltaNet, Paths, paths_of
 from training.pointers import HEADS, HOP_LAYER, LAYER, Pointers, pointer_loss
 
 PAD_SEGMENT = -1
@@ -32,11 +33,23 @@ class ReaderConfig:
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-5
     max_positions: int = 4096
+    delta_layers: tuple[int, ...] = ()
+    """Layers with a state. With these it is a Qwen3.5, else a Llama."""
 
     @property
     def head_size(self) -> int:
         """Numbers per head."""
         return self.hidden // self.heads
+
+    @property
+    def pointing(self) -> tuple[int, int]:
+        """The layer whose heads look at the place of the answer, and the one that looks for the name leading to it."""
+        attending = [layer for layer in range(self.layers) if layer not in self.delta_layers]
+        return (attending[-1], attending[0]) if self.delta_layers else (LAYER, HOP_LAYER)
+
+
+HYBRID = ReaderConfig(delta_layers=(0, 1, 2, 5))
+SHAPES = {"llama": ReaderConfig(), "hybrid": HYBRID}
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
 
 
 def visibility(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The additive masks of context rows [B, 1, C, C] and question rows [B, 1, Q, C + Q]."""
+    """What context rows [B, C, C] and question rows [B, Q, C + Q] see."""
     context = batch.context
     inside, outside = batch.segments[:, :context], batch.segments[:, context:]
     order = torch.arange(batch.tokens.shape[1])
@@ -92,7 +105,7 @@ def visibility(batch: Batch) -> tuple[Tensor, Tensor]:
     known = (other != PAD_SEGMENT).expand(-1, outside.shape[1], -1)
     same = (outside[:, :, None] == outside[:, None, :]) & (order[context:, None] >= order[None, context:])
     seen = torch.cat((known, same), 2)
-    return tuple(torch.where(mask, 0.0, -1e9)[:, None] for mask in (allowed, seen))  # type: ignore[return-value]
+    return allowed & (own != PAD_SEGMENT), seen
 
 
 class Attention(nn.Module):
@@ -101,23 +114,35 @@ class Attention(nn.Module):
     def __init__(self, config: ReaderConfig) -> None:
         super().__init__()
         self.size = config.head_size
-        self.q_proj = nn.Linear(config.hidden, config.heads * self.size, bias=False)
+        self.is_gated = bool(config.delta_layers)
+        self.q_proj = nn.Linear(config.hidden, config.heads * self.size * (1 + self.is_gated), bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(config.heads * self.size, config.hidden, bias=False)
+        if self.is_gated:
+            self.q_norm, self.k_norm = (Norm(config, self.size) for _ in range(2))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys [B, T, heads, head_size], and what gates the outputs."""
+        query = linear(x, self.q_proj).view(*x.shape[:2], -1, self.size * (1 + self.is_gated))
+        key = linear(x, self.k_proj).view(*x.shape[:2], -1, self.size)
+        if not self.is_gated:
+            return query, key, None
+        query, gate = query.chunk(2, -1)
+        return self.q_norm(query), self.k_norm(key), gate.flatten(2).sigmoid()
 
     def looks(self, x: Tensor, angles: tuple[Tensor, ...], mask: Tensor, context: int, heads: int) -> Tensor:
         """Log attention weights [B, heads, questions, T] of the first query heads, which share the first key head."""
-        shape = (*x.shape[:2], -1, self.size)
-        query = turn(linear(x, self.q_proj).view(shape), angles[0], angles[1])[:, context:, :heads]
-        key = turn(linear(x, self.k_proj).view(shape), angles[2], angles[3])[:, :, 0]
+        query, key, _ = self.heads(x)
+        query = turn(query, angles[0], angles[1])[:, context:, :heads]
+        key = turn(key, angles[2], angles[3])[:, :, 0]
         scores = torch.einsum("bqhd,bkd->bhqk", query, key).float() * self.size**-0.5 + mask
         return torch.log_softmax(scores, -1)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
         """Maps [B, T, hidden] to [B, T, hidden]."""
-        shape = (*x.shape[:2], -1, self.size)
-        query, key, value = (linear(x, layer).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, gate = self.heads(x)
+        value = linear(x, self.v_proj).view(*x.shape[:2], -1, self.size)
         cos, sin, moved_cos, moved_sin = angles
         query = turn(query, cos, sin).transpose(1, 2)
         moved = turn(key, moved_cos, moved_sin).transpose(1, 2)
@@ -125,7 +150,8 @@ class Attention(nn.Module):
         value = value.transpose(1, 2)
         read = attention(query[:, :, :context], key, value[:, :, :context], masks[0])
         asked = attention(query[:, :, context:], moved, value, masks[1])
-        return linear(torch.cat((read, asked), 2).transpose(1, 2).flatten(2), self.o_proj)
+        out = torch.cat((read, asked), 2).transpose(1, 2).flatten(2)
+        return linear(out if gate is None else out * gate, self.o_proj)
 
 
 class FeedForward(nn.Module):
@@ -143,31 +169,45 @@ class FeedForward(nn.Module):
 
 
 class Norm(nn.Module):
-    """A learned scale per number."""
+    """A learned scale per number; a Qwen3.5 stores it less one."""
 
-    def __init__(self, config: ReaderConfig) -> None:
+    def __init__(self, config: ReaderConfig, size: int | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.above = 1.0 if config.delta_layers else 0.0
+        self.weight = nn.Parameter(torch.ones(size or config.hidden) - self.above)
         self.eps = config.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, T, hidden] to [B, T, hidden]."""
-        return rms_norm(x, self.weight, self.eps)
+        """Maps [..., size] to the same shape."""
+        return rms_norm(x, self.weight + self.above, self.eps)
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward, each added to its normalised input."""
+    """Attention or a layer with a state, then feed-forward, each added to its normalised input."""
 
-    def __init__(self, config: ReaderConfig) -> None:
+    def __init__(self, config: ReaderConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = Norm(config)
-        self.self_attn = Attention(config)
+        self.has_state = index in config.delta_layers
+        if self.has_state:
+            self.linear_attn = DeltaNet(config.hidden, config.heads, config.head_size, config.norm_eps)
+        else:
+            self.self_attn = Attention(config)
         self.post_attention_layernorm = Norm(config)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, ...], masks: tuple[Tensor, Tensor], context: int) -> Tensor:
+    def mix(self, states: Tensor, views: "Views", context: int) -> Tensor:
+        """What attention, or the layer with a state, writes [B, T, hidden]."""
+        written: Tensor
+        if self.has_state:
+            written = self.linear_attn(states, views.paths, context, views.is_causal)
+        else:
+            written = self.self_attn(states, views.angles, views.masks, context)
+        return written
+
+    def forward(self, x: Tensor, views: "Views", context: int) -> Tensor:
         """Maps [B, T, hidden] to [B, T, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), angles, masks, context)
+        x = x + self.mix(self.input_layernorm(x), views, context)
         read: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return read
 
@@ -178,7 +218,7 @@ class Body(nn.Module):
     def __init__(self, config: ReaderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList([Layer(config) for _ in range(config.layers)])
+        self.layers = nn.ModuleList([Layer(config, index) for index in range(config.layers)])
         self.norm = Norm(config)
 
 
@@ -187,8 +227,23 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype))
 
 
+@dataclass(frozen=True)
+class Views:
+    """Where the tokens of a batch are, and what they see."""
+
+    angles: tuple[Tensor, ...]
+    masks: tuple[Tensor, Tensor]  # additive, of context rows [B, 1, C, C] and question rows [B, 1, Q, C + Q]
+    paths: Paths | None  # for layers with a state
+    is_causal: bool  # whether every context token sees all before it
+
+
 class Reader(nn.Module):
-    """A Llama with tied embeddings; `dtype` is that of the activations, the weights stay as they are."""
+    """A Llama or a Qwen3.5 with tied embeddings.
+
+    `dtype` is that of the activations, the weights stay as they are. `is_causal`: all prompts are read in causal order.
+    """
+
+    is_causal = False
 
     def __init__(self, config: ReaderConfig, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -197,25 +252,36 @@ class Reader(nn.Module):
         self.model = Body(config)
         self.inv_freq = config.rope_theta ** -(torch.arange(0, config.head_size, 2).float() / config.head_size)
 
-    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [K, vocabulary] at the chosen tokens and, in training, the loss of the pointers."""
-        table = self.model.embed_tokens.weight.to(self.dtype)
-        x = F.embedding(batch.tokens, table)
+    def views(self, batch: Batch) -> Views:
+        """Angles, masks and paths."""
         angles: list[Tensor] = []
         for positions in (batch.local, batch.moved):
             angle = (positions[..., None].float() * self.inv_freq)[:, :, None, :]
             angles += [angle.cos().to(self.dtype), angle.sin().to(self.dtype)]
-        masks = visibility(batch)
+        seen = visibility(batch)
+        masks = tuple(torch.where(mask, 0.0, -1e9)[:, None] for mask in seen)
+        paths = paths_of(*seen, DeltaNet.taps) if self.config.delta_layers else None
+        return Views(tuple(angles), masks, paths, self.is_causal)  # type: ignore[arg-type]
+
+    def embed(self, batch: Batch) -> Tensor:
+        """What the first layer gets [B, T, hidden]."""
+        return F.embedding(batch.tokens, self.model.embed_tokens.weight.to(self.dtype))
+
+    def read(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [K, vocabulary] at the chosen tokens and, in training, the loss of the pointers."""
+        x, views = self.embed(batch), self.views(batch)
         pointing = torch.zeros(())
+        answer_layer, hop_layer = self.config.pointing
         for index, layer in enumerate(self.model.layers):
-            pointers = {LAYER: batch.pointers, HOP_LAYER: batch.bridges}.get(index)
-            if pointers is not None and self.training and isinstance(layer, Layer):
+            pointers = {answer_layer: batch.pointers, hop_layer: batch.bridges}.get(index)
+            assert isinstance(layer, Layer)
+            if pointers is not None and self.training:
                 states = layer.input_layernorm(x)
-                looks = layer.self_attn.looks(states, tuple(angles), masks[1], batch.context, HEADS)
+                looks = layer.self_attn.looks(states, views.angles, views.masks[1], batch.context, HEADS)
                 pointing = pointing + pointer_loss(looks, pointers, x.shape[1])
-            x = layer(x, tuple(angles), masks, batch.context)
+            x = layer(x, views, batch.context)
         x = self.model.norm(x.flatten(0, 1)[batch.chosen])
-        return F.linear(x, table).float(), pointing
+        return F.linear(x, self.model.embed_tokens.weight.to(self.dtype)).float(), pointing
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits [K, vocabulary] at the chosen tokens."""

@@ -5,11 +5,14 @@ for places whose token before is the present token. From pure noise a small mode
 finding the pair. So the first layer starts with heads that attend one and two tokens back (with rotary positions this
 takes a constant component in every embedding and a query turned by one or two positions), and the second layer with a
 head whose query matches what the first of them wrote. Everything is trained from there; nothing is frozen.
+
+A layer with a state does both at once: its keys start as the queries of the token before (`DeltaNet.start`).
 """
 
 import torch
 from torch import Tensor, nn
 
+from training.hybrid import DeltaNet
 from training.model import Attention, Layer, Reader
 
 CONSTANT = 0.15  # the first number of every embedding
@@ -23,11 +26,14 @@ def initialise(model: Reader, copying_heads: bool = True) -> None:
     for name, parameter in model.named_parameters():
         if "embed" in name:
             nn.init.normal_(parameter, std=0.03)
-        elif "o_proj" in name or "down_proj" in name:
+        elif any(part in name for part in ("o_proj", "down_proj", "out_proj")):
             nn.init.zeros_(parameter)
         elif parameter.dim() == 2:
             nn.init.normal_(parameter, std=config.hidden**-0.5)
-    if copying_heads:
+    for module in model.modules():
+        if isinstance(module, DeltaNet):
+            module.start()
+    if copying_heads and not config.delta_layers:
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = CONSTANT
             first, second = (layer.self_attn for layer in model.model.layers[:2] if isinstance(layer, Layer))

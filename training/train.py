@@ -24,12 +24,14 @@ from kvmosaic.eval.text.recipes import (
     order_example,
     story_example,
 )
+from training.align import Aligned
 from training.batches import Packer, Reading, Shape, Writer
 from training.curriculum import STAGES, draw_row, stage_at
-from training.grow import grow
+from training.evaluate import load_reader
+from training.grow import convert, grow
 from training.layout import STRATEGIES, Strategy
 from training.measure import measure
-from training.model import Batch, Reader, ReaderConfig
+from training.model import SHAPES, Batch, Reader
 from training.optimizers import Optimizers, resume, save
 from training.pointers import WEIGHT as POINTER_WEIGHT
 from training.start import initialise
@@ -54,7 +56,7 @@ class Data:
         self.writer = Writer(tokenizer, self.random)
         self.packer = Packer(tokenizer, self.random, options.text_weight)
         self.stages = STAGES[options.curriculum]
-        self.ways: tuple[Strategy, ...] = ("causal",) if options.curriculum == "causal" else STRATEGIES
+        self.ways: tuple[Strategy, ...] = STRATEGIES if options.curriculum == "reader" else ("causal",)
         self.step = step
 
     def __iter__(self) -> Iterator[Batch]:
@@ -84,7 +86,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="checkpoint folder; training resumes from it")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; trained when missing")
     parser.add_argument("--curriculum", choices=sorted(STAGES), default="reader")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
     parser.add_argument("--grow", type=Path, help="model folder with fewer layers to start from")
+    parser.add_argument("--convert", type=Path, help="model folder of a Llama that a hybrid starts from")
+    parser.add_argument("--align", type=int, default=300, help="steps in which its layers with a state learn alone")
     parser.add_argument("--steps", type=int, default=12000)
     parser.add_argument("--decay", type=int, default=3000, help="steps of falling rate at the end")
     parser.add_argument("--warmup", type=int, default=200)
@@ -107,22 +112,31 @@ def main() -> None:
     if not path.exists():
         train_tokenizer(options.seed).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
-    model = Reader(ReaderConfig())
+    model = Reader(SHAPES[options.shape])
     initialise(model)
     if options.grow:
         grow(model, options.grow)
+    aligned = None
+    if options.convert:
+        convert(model, options.convert)
+        aligned = torch.compile(Aligned(model, load_reader(options.convert, model.dtype)[0]), dynamic=False)
     optimizers = Optimizers(model, options.matrix_rate, options.other_rate)
     record = resume(options.folder, model, optimizers)
     loss_of = torch.compile(model, dynamic=False)
     answers_of = torch.compile(model.answers, dynamic=False)
     stream = Data(options, int(record["step"]), tokenizer)
+    model.is_causal = stream.ways == ("causal",)
     data = iter(stream)
     shown, shown_tokens, losses = time.perf_counter(), record["tokens"], 0.0
     for step in range(int(record["step"]), options.steps):
         started = time.perf_counter()
         batch = next(data)
-        loss, pointing = loss_of(batch)
-        (loss + POINTER_WEIGHT * pointing).backward()
+        if aligned and step < options.align:
+            loss = aligned(batch)
+            loss.backward()
+        else:
+            loss, pointing = loss_of(batch)
+            (loss + POINTER_WEIGHT * pointing).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step(rate_factor(step, options.warmup, options.steps, options.decay))
         losses += loss.item()
