@@ -131,7 +131,7 @@ def main() -> None:
     for step in range(int(record["step"]), options.steps):
         started = time.perf_counter()
         batch = next(data)
-        if aligned and step < options.align:
+        if aligned is not None and step < options.align:
             loss = aligned(batch)
             loss.backward()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -104,6 +105,17 @@ def test_documents_that_are_alike_are_read_in_full_or_have_met_others_of_their_k
         (output,) = llm.chat(messages, SamplingParams(max_tokens=1, repair="none"), documents=documents)
         assert output.reuse.repair is None, "what a request says is done"
         assert ("may be mixed up" in output.reuse.composition) == (documents == RECORDS)
+
+
+def test_where_each_run_of_names_takes_a_forward_documents_that_are_alike_are_read_in_full(monkeypatch):
+    monkeypatch.setattr("kvmosaic.model.loaded.LoadedModel.repairs_run_by_run", True)
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.chat(messages, params, documents=RECORDS, companions=COMPANIONS)
+        assert output.reuse.repair.policy == "full" and "alike" in output.reuse.composition
+        asked = replace(params, repair="names")
+        (output,) = llm.chat(messages, asked, documents=RECORDS, companions=COMPANIONS)
+        assert output.reuse.repair.policy == "names", "what a request says is done"
 
 
 def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_full_alone():

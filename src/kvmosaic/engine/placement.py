@@ -219,7 +219,9 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
-        remarks = [LATER_IN_FULL if isinstance(policy, Alike) else MIXED_UP] if likeness == "apart" else []
+        remarks = [MIXED_UP] if likeness == "apart" else []
+        if likeness and isinstance(policy, Alike):
+            remarks = [LATER_IN_FULL]
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
@@ -256,9 +258,10 @@ class Placer:
             has_window: whether documents move along with a rolling window of the text.
         """
         is_free = not has_window and not layout.rules.takes_offsets
+        in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
-        if (likeness == "apart" or is_short) and is_free:
+        if in_full and is_free:
             is_usable = has_looks and isinstance(usual, NoRepair) and not is_short
             if is_usable and few_like_one_before(layout.chunk_token_ids):
                 yield Alike()

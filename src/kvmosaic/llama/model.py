@@ -73,6 +73,7 @@ class LlamaModel:
     max_forward_tokens = None
     frequency_note = ""
     no_repair_reason = ""
+    repairs_run_by_run = True
     has_bias = False
     state_bytes = map_bytes = 0
     map_shapes = ()

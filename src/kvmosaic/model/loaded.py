@@ -209,6 +209,8 @@ class LoadedModel:
     def _chunked_layer(self) -> LayerSpec | None:
         return next((layer for layer in self.layers if layer.mask.kind == "chunked"), None)
 
+    repairs_run_by_run = False
+
     @property
     def no_repair_reason(self) -> str:
         """Why single tokens of a document cannot be computed again; empty when they can."""
