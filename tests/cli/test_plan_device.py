@@ -36,13 +36,12 @@ def refused(*arguments: str | Path) -> str:
     return result.stderr
 
 
-def test_a_folder_a_file_and_the_option_name_the_same_model(tiny_model: Path) -> None:
+def test_a_folder_and_its_file_name_the_same_model(tiny_model: Path) -> None:
     folder = planned(tiny_model, *ASKED)
     assert (
         folder["model"]["kv_bytes_per_token"] == 256
     )  # as `plan` of a prompt says: 2 × 2 layers × 2 heads × 8 × 4 bytes
     assert planned(tiny_model / "config.json", *ASKED) == folder
-    assert planned("--model", tiny_model, *ASKED) == folder
     assert folder["memory"]["resident_documents"] == 1_000
 
 
@@ -108,7 +107,6 @@ def test_without_a_prompt_and_another_device_this_machine_is_planned_as_it_would
         ),
         ((*ASKED, "--chunk-cache-size", "1GiB"), "--chunk-cache-size belongs to the plan of a prompt"),
         (("reader", "a ## b ## c", *ASKED), "PROMPT belongs to the plan of a prompt"),
-        (("reader", "--model", "llama", *ASKED), "the model is given twice"),
         (
             ("--device-memory", "1GiB", "--documents", "notes"),
             "--documents is 'notes', and there is no folder of that name; give",

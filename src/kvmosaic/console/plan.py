@@ -45,14 +45,6 @@ class DeviceOptions:
             metavar="SIZE", help="Plan another device with so much memory, such as 80GiB. Default: this one."
         ),
     ] = None
-    config: Annotated[
-        str | None,
-        device_option(
-            "--model",
-            metavar="CONFIG",
-            help="The same as MODEL; a config.json or a family of transformers, such as llama, will do.",
-        ),
-    ] = None
     tokens_per_document: Annotated[int, device_option(metavar="NUMBER", help="Tokens of each document.")] = 1_000
     concurrency: Annotated[int, device_option(metavar="NUMBER", help="Prompts that run at once.")] = 1
     documents_per_prompt: Annotated[int, device_option(metavar="NUMBER", help="Documents of a prompt.")] = 5
@@ -111,7 +103,7 @@ chunk_cache_size device"""
 PLANNED = f"dtype engine kv_cache_dtype {_COMPOSED}"
 _OF_PROMPT = ("prompt", "question", "system", *_COMPOSED.split())
 _OF_DEVICE = (*(each.name for each in fields(DeviceOptions)), "as_json")
-_FLAGS = {"prompt": "PROMPT", "config": "--model", "as_json": "--json"}
+_FLAGS = {"prompt": "PROMPT", "as_json": "--json"}
 
 
 @grouped
@@ -139,9 +131,9 @@ def plan(
 
     kvmosaic plan llama --device-memory 80GiB --documents 10000 --tokens-per-document 1000 --concurrency 32
 
-    The first composes a prompt without answering it. The others read a configuration, and no weights: how many
-    documents stay in memory and in each tier. The second is about this machine;
-    --device-memory is about another one.
+    The first composes a prompt without answering it. The others read a configuration (that of a model, a config.json,
+    or a family of transformers), and no weights: how many documents stay in memory and in each tier. The second is
+    about this machine; --device-memory is about another one.
     """
     if not _is_of_device(context):
         opening, asking = PromptArguments(prompt, _folder(documents), question, system).read("plan", opening)
@@ -169,8 +161,6 @@ def _is_of_device(context: typer.Context) -> bool:
             f"{of_prompt[0]} belongs to the plan of a prompt, and {of_device[0]} to the plan of a device; leave "
             "out one of the two"
         )
-    if _given(context, ("config",)) and _given(context, ("model",)):
-        raise InvalidConfig("the model is given twice, as MODEL and as --model; leave out one of the two")
     return True
 
 

@@ -51,7 +51,7 @@ def show_capacity(
         console = Console()
         console.print(_memory(plan))
         console.print()
-        line = _serve_line(plan, [options.config or opening.model, *filter(None, [folder])], options.chunk_tier or ())
+        line = _serve_line(plan, [opening.model, *filter(None, [folder])], options.chunk_tier or ())
         console.print(Text(line), soft_wrap=True)
         for note in plan.notes:
             console.print(Text(f"note: {one_line(note, 400)}", style="dim"))
@@ -63,7 +63,7 @@ def _plan(opening: ModelOptions, options: DeviceOptions, demand: Demand) -> Capa
     from kvmosaic.model import quiet_libraries
 
     quiet_libraries()
-    name, given, model = options.config or opening.model, opening.values, None
+    name, given, model = opening.model, opening.values, None
     if runs_in_llama(name, given["engine"], given["dtype"], given["kv_cache_dtype"]):
         if options.chunk_codec != "none":
             raise InvalidConfig(

@@ -219,9 +219,8 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
-        remarks = [MIXED_UP] if likeness == "apart" else []
-        if likeness and isinstance(policy, Alike):
-            remarks = [LATER_IN_FULL]
+        is_later = bool(likeness) and isinstance(policy, Alike)
+        remarks = [LATER_IN_FULL] if is_later else [MIXED_UP] if likeness == "apart" else []
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
@@ -248,15 +247,7 @@ class Placer:
     def _wishes(
         self, prompt: Prompt, layout: Layout, likeness: Likeness, *, is_short: bool, has_window: bool
     ) -> Iterator[RepairPolicy]:
-        """Default policies, the best one for right answers first.
-
-        Args:
-            prompt: a prompt.
-            layout: of the prompt.
-            likeness: of its documents.
-            is_short: whether reading them costs little.
-            has_window: whether documents move along with a rolling window of the text.
-        """
+        """Default policies, the best one for right answers first; short documents cost little to read."""
         is_free = not has_window and not layout.rules.takes_offsets
         in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS

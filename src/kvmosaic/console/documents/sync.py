@@ -35,7 +35,6 @@ HASH = "sha256"
 """Key in the metadata of a document that came from a file: the hash of that file."""
 FOLDER = "folder"
 """Key in the metadata: the name of the folder that the file was synchronized from."""
-JSON_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +258,7 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
         counts.skipped = dict(count_skipped(sync.folder))
     files = {sync.prefix + name: path for name, path in files_of(sync.folder, sync.pattern).items()}
     known = _known_files(server, sync.prefix)
-    if empty := {name for name in files.keys() - known.keys() if _is_empty(files[name])}:
+    if empty := {name for name, (_, size) in _signature(files).items() if not size and name not in known}:
         counts.skipped["empty"] = len(empty)  # one that is stored is refused instead: its text would stay
         files = {name: path for name, path in files.items() if name not in empty}
     folder = sync.folder.resolve().name
@@ -319,7 +318,7 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
     with suppress(KeyboardInterrupt):
         while True:
             try:
-                now = _signature(sync)
+                now = _signature(files_of(sync.folder, sync.pattern))
                 if now != synced and now == last:
                     counts = sync_folder(server, sync)
                     counts.show(as_json)
@@ -333,10 +332,10 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
             time.sleep(WATCH_SECONDS)
 
 
-def _signature(sync: FolderSync) -> dict[str, tuple[int, int]]:
+def _signature(files: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
     """Times and sizes of all files, which change whenever one of them does."""
     found = {}
-    for name, path in files_of(sync.folder, sync.pattern).items():
+    for name, path in files.items():
         with suppress(OSError):  # deleted since it was listed
             status = path.stat()
             found[name] = (status.st_mtime_ns, status.st_size)
@@ -364,13 +363,6 @@ def _file_line(
     except (InvalidDocument, MissingExtra) as error:
         counts.refused[_shown(name)] = _shown(str(error))
         return None
-
-
-def _is_empty(path: Path) -> bool:
-    try:
-        return path.stat().st_size == 0
-    except OSError:
-        return False  # reading it says why
 
 
 def _shown(text: str) -> str:
