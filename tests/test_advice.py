@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.asking import chat
+from support.loaded import chatting_llama
 from support.server import RunningServer
 
 from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
@@ -186,6 +187,8 @@ def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() 
         "documents, they are computed once",
     )
     assert told[1] == told[0], "once more where it first costs"
+    other = "\n".join(f"Source: {place}.txt\n{text}" for place, text in enumerate(texts))
+    assert "pattern headed" in ask(llm, said=asked(question=f"{other}\n\nHow high?")).reuse.advice[0], "of each form"
     assert "tokens of documents in the text of messages computed again" in told[-1][0]
     assert llm.engine.advisor.lost["unmarked"] > 100
 
@@ -209,6 +212,18 @@ def test_documents_in_other_forms_are_told_in_the_first_reply_too(form: str) -> 
         told.append(ask(llm, said=said).reuse.advice)
     assert len(told[0]) == 1 and "in the field documents" in told[0][0] and "computed once" in told[0][0]
     assert "computed again" in told[-1][0] and llm.engine.advisor.lost["unmarked"] > 100
+
+
+def test_no_advice_is_given_for_documents_that_would_be_read_in_full() -> None:
+    text = "\n".join(f"[{number}] {2 * TOWER}" for number in range(3))
+    prompt = Prompt((Segment(SegmentKind.PLAIN, token_ids=(1,) * 200, text=text),))
+    report, advisor = ReuseReport((SegmentReuse("plain", 200, "computed"),)), ReuseAdvisor()
+    advisor.min_tokens = 256
+    assert advisor.explain(prompt, report).advice == ()
+    advisor.min_tokens = 64
+    assert "pattern numbered" in advisor.explain(prompt, report).advice[0]
+    assert LLM("reader").engine.advisor.min_tokens == 0, "made for reading documents apart"
+    assert LLM(chatting_llama(), profile=False).engine.advisor.min_tokens == 256
 
 
 def test_a_long_question_of_one_text_is_no_reason_for_advice() -> None:

@@ -166,7 +166,9 @@ class _TenantHistory:
             return "order"
         return None if is_known else "other_replica"
 
-    def note_unmarked(self, segment: Segment, reuse: SegmentReuse) -> tuple[Counter[LostReason], tuple[str, ...]]:
+    def note_unmarked(
+        self, segment: Segment, reuse: SegmentReuse, min_tokens: int
+    ) -> tuple[Counter[LostReason], tuple[str, ...]]:
         """Computed tokens of documents that this text and an earlier one hold; and what to tell with the first one."""
         text = (segment.text or "")[:_MAX_CHARACTERS]
         lost = Counter[LostReason]()
@@ -181,14 +183,18 @@ class _TenantHistory:
             if count and self._say_first("edited_history"):
                 told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
             return lost, tuple(told)
+        what, form = "", found[0].origin if found else ""
         if len(found) > 1:
-            what = f"{len(found)} documents seem to be part of the text ({found[0].origin}): {_ADVICE['unmarked']}"
+            what = f"{len(found)} documents seem to be part of the text ({form}): {_PATTERNS_ADVICE}"
         else:
             lines = [FoundDocument(*each.span("text"), "line") for each in _LONG_LINE.finditer(text)]
-            what = _ADVICE["unknown_form"] if len(lines) >= _MIN_LONG_LINES else ""
+            if len(lines) >= _MIN_LONG_LINES:
+                what, form = f"the text may hold documents: {_ADVICE['unmarked']}", "line"
             found = lines or found
+        if sum(each.end - each.start for each in found) * segment.num_tokens <= min_tokens * len(text):
+            return lost, ()
         lost["unmarked"] = self._lost_of(found, text, segment, reuse)
-        if what and (self._say_first("unmarked") or (lost["unmarked"] and self._say_first("unmarked again"))):
+        if what and (self._say_first(form) or (lost["unmarked"] and self._say_first(f"{form} again"))):
             told.append(what)
         return lost, tuple(told)
 
@@ -241,26 +247,28 @@ class _TenantHistory:
 
 
 _ADVICE: Mapping[str, str] = {
-    "unknown_form": "the text may hold documents: in the field documents, or between <document> and </document>, each "
-    "is computed once, wherever it is in a prompt",
     "evicted": "documents left the cache before they came again; set a larger chunk_cache_size, or a tier (chunk_tier)",
     "white_space": "documents differ from earlier ones in white space only; send the same text each time",
     "counter": "documents differ from earlier ones in numbers only (an index, a score, a date); leave these numbers "
     "out of the documents' texts, or write them into the question",
     "order": "documents of a conversation came in another order than in its earlier turns, which saw them at other "
     "positions; send them in the same order, or set position_strategy='shared'",
-    "unmarked": "with find_documents='patterns', or in the field documents, they are computed once",
+    "unmarked": "in the field documents, or between <document> and </document>, each is computed once, wherever it is",
     "edited_history": "a history was edited before them (a turn dropped, moved or summarized); with "
     "find_documents='agents' they are computed once",
     "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
     "route a conversation to one replica",
 }
 
+_PATTERNS_ADVICE = "with find_documents='patterns', or in the field documents, they are computed once"
+
 
 class ReuseAdvisor:
     """Explains misses and counts lost reuse, by tenant. Used by one thread; `lost` and `advice` may be read by any."""
 
     def __init__(self) -> None:
+        self.min_tokens = 0
+        """Of documents in a text for which there is advice: shorter ones would be read in full."""
         self.lost: Mapping[str, int] = dict.fromkeys(LOST_REASONS, 0)
         """Tokens lost since the start, by reason, of all tenants. Replaced, never changed."""
         self.advice: Mapping[str, tuple[str, ...]] = {}
@@ -277,7 +285,7 @@ class ReuseAdvisor:
         lost: Counter[LostReason] = Counter()
         segments, told = list(reuse.segments), tuple[str, ...]()
         if prompt.is_plain:
-            lost, told = history.note_unmarked(prompt.segments[0], segments[0])
+            lost, told = history.note_unmarked(prompt.segments[0], segments[0], self.min_tokens)
         elif prompt.chunks:
             history.num_requests += 1
             history.note_system(prompt.segments[0])

@@ -147,6 +147,16 @@ def test_documents_of_a_template_are_found_in_any_order(name: str, order: tuple[
     assert {each.origin for each in ALL.find(text)} == {f"pattern {name}"}
 
 
+@pytest.mark.parametrize("form", ["question first", "passage", "chunk", "excerpt"])
+def test_documents_are_found_by_default_where_a_template_has_the_question_first_and_in_other_tags(form: str) -> None:
+    said = "You answer questions. Use the following pieces of retrieved context to answer the question. Be concise."
+    documents = [each.replace("\n", " ") for each in DOCUMENTS]
+    text = "\n".join(f'<{form} id="{number}">\n{each}\n</{form}>' for number, each in enumerate(documents))
+    if form == "question first":
+        text = f"{said}\nQuestion: Why? \nContext: " + "\n\n".join(documents) + " \nAnswer:"
+    assert found_in(text, document_finder(("auto",), None)) == documents and any(hint in text for hint in HINTS)
+
+
 @pytest.mark.parametrize("mark", ["[{}] ", "Document {}: ", "Document [{}]\n", "### Source {}\n", "Passage ({}): "])
 @pytest.mark.parametrize("first", [0, 1])
 def test_documents_are_numbered_in_one_way(mark: str, first: int) -> None:

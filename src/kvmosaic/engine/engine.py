@@ -99,6 +99,7 @@ class Engine:
         is_on = chunk_config.oversized_prompts == "ordinary"
         self._oversized = OversizedPrompts(self.placer, kv_cache, is_on=is_on)
         self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, self._oversized, clock)
+        self._core.advisor.min_tokens = self.placer.short_tokens
         self._log_time = clock()
 
     def arrange(

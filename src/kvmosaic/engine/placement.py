@@ -263,6 +263,13 @@ class Placer:
         if prompt.chunks:
             yield usual
 
+    @property
+    def short_tokens(self) -> int:
+        """Up to how many tokens of documents are read in full by default."""
+        config = self._config
+        is_usual = self._has_default and not config.says("chunk_context") and config.context_in() == "companions"
+        return SHORT_TOKENS if is_usual else 0
+
     def arrange(
         self,
         prompt: Prompt,

@@ -136,8 +136,8 @@ PATTERNS: Mapping[str, TemplatePattern] = {
         ),
         TaggedPattern(
             "document-tags",
-            re.compile(r"<(?:document|doc)(?: [^<>\n]{0,2048})?>(?!\s{0,16}<)"),
-            re.compile(r"</(?:document|doc)>"),
+            re.compile(r"<(?:document|doc|passage|chunk|excerpt)(?: [^<>\n]{0,2048})?>(?!\s{0,16}<)"),
+            re.compile(r"</(?:document|doc|passage|chunk|excerpt)>"),
         ),
         TaggedPattern(
             "anythingllm", re.compile(r"\[CONTEXT [0-9]{1,6}\]:\n"), re.compile(r"\n\[END CONTEXT [0-9]{1,6}\]")
@@ -159,10 +159,11 @@ PATTERNS: Mapping[str, TemplatePattern] = {
         RegionPattern(
             "langchain",
             re.compile(
-                r"Use the following pieces of (?:retrieved )?context to answer [^\n]{1,256}\n"
+                r"Use the following pieces of (?:retrieved )?context to answer (?:[^\n]{1,256}\n"
                 r"(?:If you don't know [^\n]{1,512}\n)?(?:-{16}\n|\n)"
+                r"|[^\n]{1,768}\nQuestion:[^\n]{0,4096}\nContext:[ \t]?)"
             ),
-            ("\n\nQuestion: ",),
+            ("\n\nQuestion: ", "\nAnswer:"),
             closes_at_end=True,
         ),
         RegionPattern("context-tags", re.compile(r"<(?:context|documents)>\n"), ("\n</context>", "\n</documents>")),
@@ -310,7 +311,7 @@ FindDocuments = tuple[str, ...]
 ONLY_AUTO: FindDocuments = ("auto",)
 _IN_CHATS = frozenset({"auto", "agents"})
 HINTS = (
-    "<source id=", "<document", "<doc", "[CONTEXT ", "── Content:", "ontext information ", "more context below.",
+    "<source id=", "<document", "<doc", "<passage", "<chunk", "<excerpt", "[CONTEXT ", "── Content:", "ontext information ", "more context below.",
     "Use the following pieces of ",
 )  # fmt: skip
 """One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
