@@ -32,6 +32,9 @@ def test_a_second_question_finds_what_the_first_one_computed(server: RunningServ
     assert {action for _, action in second[1:-1]} == {"reused"}
     assert second[-1] == ("question", "computed")
     assert screen.text("#answer") == "Renna Velley"
+    screen.run("chosen = []; showDocuments()")
+    screen.click("#choose-all")
+    assert screen.run("return chosen.length === list.rows.length && find('choose-all').hidden")
 
 
 def test_documents_in_another_order_are_moved(server: RunningServer, screen: Screen) -> None:
@@ -157,6 +160,7 @@ def test_a_question_without_documents_is_an_ordinary_prompt(server: RunningServe
     screen.open(server.url)
     assert screen.text("#chosen-empty").startswith("No document is chosen")
     assert [name for name, _ in screen.ask("Who is there?")] == ["prompt"]
+    assert screen.text("#composition") == "No document was read."
 
 
 def test_nobody_can_ask_before_the_server_has_answered(server: RunningServer, screen: Screen) -> None:
@@ -265,7 +269,7 @@ def test_a_conversation_goes_on_where_it_is_kept(server: RunningServer, screen: 
     screen.ask()
     screen.ask("How high is the Corlow Lighthouse?")
     asked = "return questionBody('And then?').messages.map((one) => one.role)"
-    assert screen.run(asked) == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert screen.run(asked) == ["user", "assistant", "user", "assistant", "user"]
     assert screen.text("#earlier") == "Who is the captain of the Amber Pearl?Talmira Varlow"
     assert {action for _, action in screen.segments("#answer-strip")[:-1]} == {"reused"}
     screen.click("#begin-anew")
