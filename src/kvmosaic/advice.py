@@ -174,18 +174,17 @@ class _TenantHistory:
         lost = Counter[LostReason]()
         if reuse.computed_tokens < _MIN_UNMARKED_TOKENS or not text:
             return lost, ()
-        told = []
         results = list(_TOOL_RESULTS.find(text))
         text = _MARK.sub(lambda mark: "\n".rjust(len(mark[0])), text)
         found = _ANY_PATTERN.find(text)
         if results and not found:
             lost["edited_history"] = count = self._lost_of(results, text, segment, reuse)
-            if count and self._say_first("edited_history"):
-                told.append(f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}")
-            return lost, tuple(told)
+            what = f"about {count} tokens of tool results were computed again: {_ADVICE['edited_history']}"
+            return lost, (what,) if count and self._say_first("edited_history") else ()
         what, form = "", found[0].origin if found else ""
         if len(found) > 1:
-            what = f"{len(found)} documents seem to be part of the text ({form}): {_PATTERNS_ADVICE}"
+            what = f"{len(found)} documents seem to be part of the text ({form}): with find_documents='patterns', "
+            what += "or in the field documents, they are computed once"
         else:
             lines = [FoundDocument(*each.span("text"), "line") for each in _LONG_LINE.finditer(text)]
             if len(lines) >= _MIN_LONG_LINES:
@@ -194,9 +193,8 @@ class _TenantHistory:
         if sum(each.end - each.start for each in found) * segment.num_tokens <= min_tokens * len(text):
             return lost, ()
         lost["unmarked"] = self._lost_of(found, text, segment, reuse)
-        if what and (self._say_first(form) or (lost["unmarked"] and self._say_first(f"{form} again"))):
-            told.append(what)
-        return lost, tuple(told)
+        is_told = what and (self._say_first(form) or (lost["unmarked"] and self._say_first(f"{form} again")))
+        return lost, (what,) if is_told else ()
 
     def _lost_of(self, found: Sequence[FoundDocument], text: str, segment: Segment, reuse: SegmentReuse) -> int:
         """Tokens of documents that came before and are computed again, since what precedes them is not the same."""
@@ -259,8 +257,6 @@ _ADVICE: Mapping[str, str] = {
     "other_replica": "earlier turns of conversations were answered elsewhere (another replica, or before a restart); "
     "route a conversation to one replica",
 }
-
-_PATTERNS_ADVICE = "with find_documents='patterns', or in the field documents, they are computed once"
 
 
 class ReuseAdvisor:

@@ -99,7 +99,9 @@ def read_file(path: Path) -> bytes:
         InvalidDocument: it cannot be read, or is too large.
     """
     if path.is_dir():
-        raise InvalidDocument(f"it is a folder; upload it with kvmosaic documents sync {path}")
+        raise InvalidDocument(
+            "it is a folder: upload the outermost one with kvmosaic documents sync, and --server as here"
+        )
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_FILE_BYTES:

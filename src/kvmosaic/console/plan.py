@@ -78,15 +78,9 @@ class DeviceOptions:
             documents, tokens = len(lengths), -(-sum(lengths) // (len(lengths) * _CHARACTERS_PER_TOKEN))
         else:
             documents = _number_of_documents(given)
-        return Demand(
-            documents,
-            tokens,
-            self.concurrency,
-            min(per_prompt, documents) if is_capped else per_prompt,
-            self.system_tokens,
-            self.question_tokens,
-            self.answer_tokens,
-        )
+        texts = (self.system_tokens, self.question_tokens, self.answer_tokens)
+        most = min(per_prompt, documents) if is_capped else per_prompt
+        return Demand(documents, tokens, self.concurrency, most, *texts)
 
 
 def _number_of_documents(given: str | None) -> int:

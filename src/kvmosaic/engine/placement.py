@@ -161,6 +161,9 @@ class Placer:
         room = kv_cache.request_pool.num_blocks * kv_cache.request_pool.block_size
         self._max_in_full = min(room, max_positions or room)
         self._has_default = not config.says("repair")
+        is_usual = self._has_default and not config.says("chunk_context") and config.context_in() == "companions"
+        self.short_tokens = SHORT_TOKENS if is_usual else 0
+        """Of documents that are read in full by default, together."""
         if not self._has_default:
             check_model(self.repair, model)
 
@@ -219,8 +222,7 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
-        is_later = bool(likeness) and isinstance(policy, Alike)
-        remarks = [LATER_IN_FULL] if is_later else [MIXED_UP] if likeness == "apart" else []
+        remarks = [LATER_IN_FULL] if likeness and isinstance(policy, Alike) else [MIXED_UP] * (likeness == "apart")
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
@@ -254,21 +256,13 @@ class Placer:
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
         if in_full and is_free:
             is_usable = has_looks and isinstance(usual, NoRepair) and not is_short
-            if is_usable and few_like_one_before(layout.chunk_token_ids):
-                yield Alike()
+            yield from [Alike()] if is_usable and few_like_one_before(layout.chunk_token_ids) else []
             if prompt.num_tokens < self._max_in_full:
                 yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:
             yield usual
-
-    @property
-    def short_tokens(self) -> int:
-        """Up to how many tokens of documents are read in full by default."""
-        config = self._config
-        is_usual = self._has_default and not config.says("chunk_context") and config.context_in() == "companions"
-        return SHORT_TOKENS if is_usual else 0
 
     def arrange(
         self,

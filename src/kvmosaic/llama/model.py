@@ -188,7 +188,7 @@ def _loaded(header: GgufFile, file: LlamaFile, max_positions: int | None, cache_
     _check_memory(header, file)
     limit = file.max_positions
     if max_positions is not None and not 1 <= max_positions <= limit:
-        raise InvalidConfig(f"max_positions must be a whole number between 1 and {limit}, got {max_positions!r}")
+        raise InvalidConfig(f"max_model_len must be a whole number between 1 and {limit}, got {max_positions!r}")
     used = max_positions or limit
     if header.architecture in _CHUNKED and 0 < file.window <= used:
         raise UnsupportedModel(

@@ -362,7 +362,7 @@ def _checked_positions(wanted: int, limit: int | None, may_exceed: bool) -> int:
     """A user's `max_positions`; frequencies made for any length may go beyond the configuration's."""
     highest = _MAX_POSITIONS if limit is None or may_exceed else limit
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 1 <= wanted <= highest:
-        raise InvalidConfig(f"max_positions must be a whole number between 1 and {highest}, got {wanted!r}")
+        raise InvalidConfig(f"max_model_len must be a whole number between 1 and {highest}, got {wanted!r}")
     return wanted
 
 

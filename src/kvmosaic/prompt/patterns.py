@@ -311,8 +311,8 @@ FindDocuments = tuple[str, ...]
 ONLY_AUTO: FindDocuments = ("auto",)
 _IN_CHATS = frozenset({"auto", "agents"})
 HINTS = (
-    "<source id=", "<document", "<doc", "<passage", "<chunk", "<excerpt", "[CONTEXT ", "── Content:", "ontext information ", "more context below.",
-    "Use the following pieces of ",
+    "<source id=", "<document", "<doc", "<passage", "<chunk", "<excerpt", "[CONTEXT ", "── Content:",
+    "ontext information ", "more context below.", "Use the following pieces of ",
 )  # fmt: skip
 """One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
 _LOOSE = frozenset({"context-tags", "headings", "numbered", "list", "headed", "json"})

@@ -164,7 +164,7 @@ _MATTERING = tuple(
 )
 """Fields whose loss changes who shares a cache, what the model reads, or what it answers."""
 _MEANT = {"salt": "cache_salt", "docs": "documents"}
-_MEANT_IN_DOCUMENTS = {"content": "text", "contents": "text", "page_content": "text"}
+_MEANT_IN_DOCUMENTS = dict.fromkeys(("content", "contents", "page_content", "data"), "text")
 """Other words for such fields, in our Python API and in other libraries."""
 
 

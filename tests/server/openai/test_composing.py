@@ -196,6 +196,7 @@ def test_a_text_that_is_the_id_of_a_stored_document_is_answered_with_a_hint(http
     shapes = [DOCUMENTS[1], "harbour", {"text": " harbour "}, {"title": "At sea", "text": "harbour"}, "nobody", "zoo"]
     reply = chat(http, documents=shapes, cache_salt=salt)
     assert [document["note"] for document in reply["kvmosaic"]["documents"]] == ["", hint, twin, "", "", ""]
+    assert f"documents.1: {hint}" in reply["kvmosaic"]["warnings"]
     assert post(http, "/v1/completions", prompt="?", documents=["harbour"])["kvmosaic"]["documents"][0]["note"] == hint
     assert chat(http, documents=[{"id": "harbour"}])["kvmosaic"]["documents"][0]["note"] == ""
 

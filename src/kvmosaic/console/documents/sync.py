@@ -173,8 +173,7 @@ class UploadCounts:
     def show_refused(self) -> None:
         """Prints what was refused and what was skipped to standard error: each reason once."""
         for told in skipped_kinds(self.skipped):
-            typer.echo(f"skipped: {told}", err=True)
-            typer.echo("         for texts of other kinds: kvmosaic documents add FILE", err=True)
+            typer.echo(f"skipped: {told}; for texts of other kinds: kvmosaic documents add FILE", err=True)
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason.replace(repr(name), "it"), []).append(name)

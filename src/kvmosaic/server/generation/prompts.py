@@ -221,9 +221,9 @@ def _told(llm: LLM, prompt: Prompt, given: GivenDocuments) -> EncodedPrompt:
     found = (label_in(chunk.name)[1] for chunk in prompt.chunks if chunk.origin and chunk.name)
     ids = frozenset(filter(None, (*(document.id for document in given.documents), *found)))
     note = f"not composed: {llm.chunk_cache_off_reason}" if prompt.is_joined else ""
-    return EncodedPrompt(
-        prompt, note, ids, warnings=(*given.warnings, *filter(None, [told_splits([prompt]), prompt.remark]))
-    )
+    told = [f"documents.{each.document}: {each.remark}" for each in prompt.segments if each.remark]
+    warnings = (*given.warnings, *told, *filter(None, [told_splits([prompt]), prompt.remark]))
+    return EncodedPrompt(prompt, note, ids, warnings=warnings)
 
 
 def _encode_chat(
