@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.asking import chat
-from support.loaded import chatting_llama
 from support.server import RunningServer
 
 from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
@@ -191,6 +190,7 @@ def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() 
     assert "pattern headed" in ask(llm, said=asked(question=f"{other}\n\nHow high?")).reuse.advice[0], "of each form"
     assert "tokens of documents in the text of messages computed again" in told[-1][0]
     assert llm.engine.advisor.lost["unmarked"] > 100
+    assert llm.engine.advisor.min_tokens == 0, "made for reading documents apart"
 
 
 WRITTEN = {
@@ -222,8 +222,6 @@ def test_no_advice_is_given_for_documents_that_would_be_read_in_full() -> None:
     assert advisor.explain(prompt, report).advice == ()
     advisor.min_tokens = 64
     assert "pattern numbered" in advisor.explain(prompt, report).advice[0]
-    assert LLM("reader").engine.advisor.min_tokens == 0, "made for reading documents apart"
-    assert LLM(chatting_llama(), profile=False).engine.advisor.min_tokens == 256
 
 
 def test_a_long_question_of_one_text_is_no_reason_for_advice() -> None:

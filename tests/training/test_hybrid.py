@@ -15,6 +15,7 @@ from training.start import initialise
 
 from .test_model import batch_of, tokens
 
+pytestmark = pytest.mark.slow
 SMALL = ReaderConfig(hidden=64, layers=3, intermediate=96, delta_layers=(0, 1))
 TOKENIZER = Path(__file__).parents[2] / "release" / "causal-reader" / "tokenizer.json"
 
