@@ -169,6 +169,14 @@ def test_an_answer_without_calls_is_content_as_it_is(name: str, text: str) -> No
     assert parsed(name, text) == parsed(name, text, 1) == (text, "", [])
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_further_call_that_the_end_cuts_before_its_arguments_is_no_content(name: str) -> None:
+    text = WITH_CALLS[name]
+    for size in range(text.rindex("<tool_call>") + len("<tool_call>"), text.rindex("search")):
+        content, _, calls = parsed(name, text[:size])
+        assert content == "Let me see." and len(calls) == 1
+
+
 def test_arguments_that_break_later_stay_as_written() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": Oslo}}</tool_call>Done.'
     assert parsed("hermes", text, 2) == parsed("hermes", text) == ("Done.", "", [("weather", '{"city": Oslo}}')])

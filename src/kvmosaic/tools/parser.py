@@ -334,7 +334,8 @@ class CallParser:
             if self.num_calls == before:
                 text = self._text[self._held : self._place]
                 self._held = self._place
-                self._say(self._hidden_texts.sub("", text) if self._hidden_texts else text)
+                if not before or not self._is_ended or self._place < len(self._text):  # else a call that was cut
+                    self._say(self._hidden_texts.sub("", text) if self._hidden_texts else text)
             elif not self._is_ended or self._place < len(self._text):
                 self._place = self._held  # after the last call: it is read again as content
         self._held = self._place
