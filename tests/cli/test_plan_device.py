@@ -59,12 +59,12 @@ def test_a_family_has_the_sizes_of_transformers() -> None:
 
 
 def test_the_plan_is_three_numbers_and_a_line_to_copy(tiny_model: Path) -> None:
-    text = plan(tiny_model, "--device-memory", "80GiB", "--documents", "100", "--chunk-tier", "host:1GiB").stdout
+    text = plan(tiny_model, "--device-memory", "80GiB", "--documents", "1000", "--chunk-tier", "host:1GiB").stdout
     for word in ("weights", "documents", "host tier", "free"):
         assert re.search(rf"^{word}  +\S", text, re.MULTILINE), text
-    assert re.search(r"documents +100 +of 100 fit, 252 KiB each\W", text)
+    assert re.search(r"documents +1,000 +of 1,000 fit, 252 KiB each\W", text)
     line = next(line for line in text.splitlines() if line.startswith("kvmosaic serve"))
-    needed = f"{int(1.25 * 2 * 100 * 252 / 1024)}MiB"
+    needed = f"{int(1.25 * 2 * 1000 * 252 / 1024)}MiB"
     assert shlex.split(line)[2:] == [str(tiny_model), "--chunk-cache-size", needed, "--chunk-tier", "host:1GiB"]
 
 

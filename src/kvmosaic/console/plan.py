@@ -78,8 +78,8 @@ class DeviceOptions:
             documents, tokens = len(lengths), -(-sum(lengths) // (len(lengths) * _CHARACTERS_PER_TOKEN))
         else:
             documents = _number_of_documents(given)
-        texts = (self.system_tokens, self.question_tokens, self.answer_tokens)
         most = min(per_prompt, documents) if is_capped else per_prompt
+        texts = (self.system_tokens, self.question_tokens, self.answer_tokens)
         return Demand(documents, tokens, self.concurrency, most, *texts)
 
 

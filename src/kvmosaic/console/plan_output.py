@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _SPARE = 1.25
 """Of a cache that holds all documents: so much more than they take."""
+_LEAST = 256 * _MIB  # of a few documents, their lengths and what they saw matter more than their number
 
 
 def show_capacity(
@@ -122,12 +123,10 @@ def _memory(plan: CapacityPlan) -> Table:
 
 
 def _documents_bytes(plan: CapacityPlan) -> int:
-    """The chunk cache for all documents, or the memory that there is for them.
-
-    One that begins a prompt and follows another in the next is kept twice.
-    """
+    """The chunk cache for all documents, each as the first of a prompt and as a later one, or what memory there is."""
     copies = 2 if plan.demand.documents_per_prompt > 1 else 1
-    return min(plan.room.chunk_bytes, int(_SPARE * copies * plan.demand.documents * plan.room.document_bytes))
+    needed = int(_SPARE * copies * plan.demand.documents * plan.room.document_bytes)
+    return min(plan.room.chunk_bytes, max(_LEAST, needed))
 
 
 def _serve_line(plan: CapacityPlan, names: Sequence[str], tiers: Sequence[str]) -> str:

@@ -351,7 +351,8 @@ def _room(llm: LLM, documents: DocumentStore) -> str:
     if not usage.num_documents:
         return f"none stored; room for {size}"
     tokens_of_one = usage.num_bytes / usage.num_documents / _BYTES_PER_TOKEN + block / 2  # half of the last block
-    fitting = int(count * block / tokens_of_one)
+    copies = 2 if llm.chunk_cache_config.context_in() == "companions" else 1  # the first of a prompt, or a later one
+    fitting = int(count * block / (copies * tokens_of_one))
     fits = "all" if fitting >= usage.num_documents else f"about {float(f'{fitting:.2g}'):,.0f}"
     return f"{usage.num_documents:,} stored, {fits} fit (room for {size})"
 

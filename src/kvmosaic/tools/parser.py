@@ -332,8 +332,7 @@ class CallParser:
             yield from calls
         except NotACall:
             if self.num_calls == before:
-                text = self._text[self._held : self._place]
-                self._held = self._place
+                text, self._held = self._text[self._held : self._place], self._place
                 if not before or not self._is_ended or self._place < len(self._text):  # else a call that was cut
                     self._say(self._hidden_texts.sub("", text) if self._hidden_texts else text)
             elif not self._is_ended or self._place < len(self._text):
