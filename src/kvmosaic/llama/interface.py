@@ -41,10 +41,6 @@ logger = logging.getLogger("kvmosaic.llama")
 
 _ERROR = 4
 """ggml's level of errors."""
-_LEVELS = {3: logging.INFO, _ERROR: logging.WARNING}
-"""Our levels for those of ggml; it warns of what is no fault here."""
-_CELLS_NOTE = "> n_ctx_train"
-"""In a warning that there are more cells than positions, as there are with cached documents."""
 
 
 class Batch(ctypes.Structure):
@@ -348,8 +344,7 @@ def _write_log(level: int, text: bytes, _: Any) -> None:
     if message := text.decode("utf-8", "replace").strip(" .\n"):
         if _heard.messages is not None:
             _heard.messages.append(Message(level, message))
-        is_expected = _CELLS_NOTE in message
-        logger.log(logging.DEBUG if is_expected else _LEVELS.get(level, logging.DEBUG), "%s", message)
+        logger.log(logging.WARNING if level == _ERROR else logging.DEBUG, "%s", message)  # it warns of what is no fault
 
 
 _log = _LOG(_write_log)
