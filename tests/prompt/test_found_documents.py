@@ -19,7 +19,7 @@ from kvmosaic.prompt.found_documents import (
     FoundDocument,
     split_at_documents,
 )
-from kvmosaic.prompt.patterns import HINTS, PATTERNS, OwnPattern, document_finder, read_find_documents
+from kvmosaic.prompt.patterns import HINTS, MARK_HINT, PATTERNS, OwnPattern, document_finder, read_find_documents
 from kvmosaic.prompt.text_pieces import foreign, joined, template
 
 TOWER = "The tower of Fenbury is forty metres high, and older than the town."
@@ -155,6 +155,16 @@ def test_documents_are_found_by_default_where_a_template_has_the_question_first_
     if form == "question first":
         text = f"{said}\nQuestion: Why? \nContext: " + "\n\n".join(documents) + " \nAnswer:"
     assert found_in(text, document_finder(("auto",), None)) == documents and any(hint in text for hint in HINTS)
+
+
+@pytest.mark.parametrize("name", LOOSE)
+def test_marks_are_enough_by_default_before_at_least_three_long_documents(name: str) -> None:
+    auto, long = document_finder(("auto",), None), [(5 * each.replace("\n", " "))[:200].strip() for each in DOCUMENTS]
+    long = [each.ljust(200, ".") for each in long]
+    text = WRITERS[name](long)
+    assert found_in(text, auto) == (long if name in ("numbered", "headed") else [])
+    assert MARK_HINT.search(json.dumps(text).encode()) or name not in ("numbered", "headed")
+    assert found_in(WRITERS[name](long[:2]), auto) == found_in(WRITERS[name]([*long[:2], long[2][:190]]), auto) == []
 
 
 @pytest.mark.parametrize("mark", ["[{}] ", "Document {}: ", "Document [{}]\n", "### Source {}\n", "Passage ({}): "])

@@ -129,10 +129,8 @@ _COMPARED = 128
 """Tokens that are compared, at the start and at the end of each document."""
 _NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
-
 _MAX_LATER = 1 / 8
 """Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
-
 SHORT_TOKENS = 256
 """Of all documents of a prompt: up to here they are read in full, which takes little time, and is right."""
 

@@ -93,8 +93,6 @@ MIN_FOUND_CHARACTERS = 32
 """Minimum length of a found document: a shorter one stays glue, since its tokens would hardly fill a block."""
 MAX_FOUND_DOCUMENTS = 256
 """Maximum documents found in one prompt; later ones stay glue. Arranging them takes quadratic time: 50 ms for 256."""
-
-
 MAX_SEARCHED_CHARACTERS = 2**22
 """Longer texts are not searched: each of a dozen expressions would keep all other threads waiting, 0.2 s for 15 MB."""
 MIN_RESULT_CHARACTERS = 256

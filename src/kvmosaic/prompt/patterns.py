@@ -90,9 +90,10 @@ class MarkedPattern:
     """The groups "before", "number" and "after", the same for all but for the number; or "before" and "name"."""
     min_characters: int = 0
     """Of each document: marks that short items have, too, open none."""
+    min_documents: int = 2
 
     def find(self, text: str) -> Iterator[FoundDocument]:
-        """The documents in a text, in order; none if there is only one mark."""
+        """The documents in a text, in order; none if there are fewer marks than there must be."""
         marks: list[re.Match[str]] = []
         kind, following = None, 0
         for each in self.opening.finditer(text):
@@ -101,7 +102,7 @@ class MarkedPattern:
             if is_next and (of_kind == kind or not marks):
                 marks.append(each)
                 kind, following = of_kind, number + ("number" in self.opening.groupindex)
-        if len(marks) < 2:
+        if len(marks) < self.min_documents:
             return
         begin = _NO_SPACE.search(text, marks[-1].end())
         last = _EMPTY_LINE.search(text, begin.start()) if begin else None
@@ -314,9 +315,17 @@ HINTS = (
     "<source id=", "<document", "<doc", "<passage", "<chunk", "<excerpt", "[CONTEXT ", "── Content:",
     "ontext information ", "more context below.", "Use the following pieces of ",
 )  # fmt: skip
+MARK_HINT = re.compile(
+    rb"(?:\[|(?:Document|Source|Passage|Result|Chunk)(?: |\\t){1,4}[\[(#]?)[01](?![0-9])"
+    rb"|(?:Source|File|Filename|Title|Document|URL):(?: |\\t)"
+)
 """One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
-_LOOSE = frozenset({"context-tags", "headings", "numbered", "list", "headed", "json"})
-"""Patterns that other texts than those of a template may match, too; `auto` leaves them out."""
+_AUTO: dict[str, TemplatePattern] = {
+    name: replace(each, min_characters=200, min_documents=3) if isinstance(each, MarkedPattern) else each
+    for name, each in PATTERNS.items()
+    if name not in ("context-tags", "headings", "list", "json")
+}
+"""What `auto` finds, which other texts hardly have: marks count before at least three long documents."""
 
 
 def read_find_documents(value: object) -> FindDocuments:
@@ -354,9 +363,8 @@ def document_finder(names: FindDocuments, own_pattern: str | None, stored: TextS
     """
     is_auto, are_all = "auto" in names, "patterns" in names
     searches = (stored,) if stored is not None and "stored" in names else ()
-    chosen = tuple(
-        pattern for name, pattern in PATTERNS.items() if name in names or are_all or (is_auto and name not in _LOOSE)
-    )
+    named: dict[str, TemplatePattern] = {name: PATTERNS[name] for name in PATTERNS if name in names or are_all}
+    chosen = tuple(((_AUTO if is_auto else {}) | named).values())
     own = (OwnPattern(own_pattern),) if own_pattern and (is_auto or are_all) else ()
     templates = (TemplatePatterns(chosen),) if chosen else ()
     pasted = PastedBlocks() if "agents" in names else None

@@ -18,7 +18,7 @@ from kvmosaic.integrations.vllm.front.pool_updates import api_error
 from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.layout import context_with
 from kvmosaic.prompt import Prompt
-from kvmosaic.prompt.patterns import HINTS, ONLY_AUTO, read_find_documents
+from kvmosaic.prompt.patterns import HINTS, MARK_HINT, ONLY_AUTO, read_find_documents
 from kvmosaic.prompt.preamble import MARKS
 
 Route = Literal["chat", "completion", "response"]
@@ -73,7 +73,7 @@ def may_have_documents(content: bytes, settings: FrontSettings) -> bool:
     separator = settings.chunk_separator
     names = read_find_documents(settings.find_documents)
     has_hint = names != ONLY_AUTO or settings.document_pattern or any(hint.encode() in content for hint in HINTS)
-    if (names and has_hint) or b'"find_documents"' in content:
+    if (names and (has_hint or MARK_HINT.search(content))) or b'"find_documents"' in content:
         return True
     if b"\\u" in content or b"\0" in content or b'"documents"' in content or _OWN_BORDERS in content:
         return True
