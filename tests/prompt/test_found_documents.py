@@ -157,7 +157,7 @@ def test_documents_are_found_by_default_where_a_template_has_the_question_first_
     assert found_in(text, document_finder(("auto",), None)) == documents and any(hint in text for hint in HINTS)
 
 
-@pytest.mark.parametrize("name", LOOSE)
+@pytest.mark.parametrize("name", sorted(LOOSE))
 def test_marks_are_enough_by_default_before_at_least_three_long_documents(name: str) -> None:
     auto, long = document_finder(("auto",), None), [(5 * each.replace("\n", " "))[:200].strip() for each in DOCUMENTS]
     long = [each.ljust(200, ".") for each in long]
