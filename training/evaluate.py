@@ -27,7 +27,7 @@ from kvmosaic.eval.text.recipes import (
 from training.batches import Reading
 from training.layout import STRATEGIES, Strategy
 from training.measure import Score, measure
-from training.model import Reader, ReaderConfig
+from training.model import FIELDS, Reader, ReaderConfig
 
 Draw = Callable[[TextSource], Example]
 MAIN = Recipe(documents=(3, 6))
@@ -36,11 +36,9 @@ MAIN = Recipe(documents=(3, 6))
 def load_reader(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Reader, Tokenizer]:
     """The training model with the weights of a model folder."""
     config = json.loads((folder / "config.json").read_text())
-    names = {"vocabulary": "vocab_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-    names |= {name: f"{name}_size" for name in ("hidden", "intermediate")}
+    shape = {name: config[key] for name, key in FIELDS.items() if key in config}
     delta_layers = tuple(i for i, kind in enumerate(config.get("layer_types", ())) if kind == "linear_attention")
-    shape = {name: config[key] for name, key in names.items()}
-    model = Reader(ReaderConfig(**shape, kv_heads=config["num_key_value_heads"], delta_layers=delta_layers), dtype)
+    model = Reader(ReaderConfig(**shape, delta_layers=delta_layers), dtype)
     weights = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
     model.load_state_dict(weights)
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from training.hybrid import DeltaNet
-from training.model import SHAPES, ReaderConfig
+from training.model import FIELDS, SHAPES, ReaderConfig
 from training.tokenizer import BEGIN, END, PAD, SPECIAL, token_id
 
 CHAT_TEMPLATE = """{{- bos_token }}
@@ -44,16 +44,9 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
     """The content of config.json."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     common = {
-        "vocab_size": config.vocabulary,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        **{key: getattr(config, name) for name, key in FIELDS.items()},
         "head_dim": config.head_size,
         "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
         "attention_bias": False,
         "tie_word_embeddings": True,
         "use_cache": True,
@@ -64,7 +57,7 @@ def model_config(config: ReaderConfig, tokenizer: Tokenizer) -> dict[str, object
         "pad_token_id": token_id(tokenizer, PAD),
     }
     if not config.delta_layers:
-        llama = {"rope_theta": config.rope_theta, "rope_parameters": rope, "mlp_bias": False}
+        llama = {"rope_parameters": rope, "mlp_bias": False}
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **common, **llama}
     kinds = ["linear" if layer in config.delta_layers else "full" for layer in range(config.layers)]
     return {

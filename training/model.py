@@ -48,8 +48,19 @@ class ReaderConfig:
         return (attending[-1], attending[0]) if self.delta_layers else (LAYER, HOP_LAYER)
 
 
-HYBRID = ReaderConfig(delta_layers=(0, 1, 2, 5))
-SHAPES = {"llama": ReaderConfig(), "hybrid": HYBRID}
+SHAPES = {"llama": ReaderConfig(), "hybrid": ReaderConfig(delta_layers=(0, 1, 2, 5))}
+FIELDS = {
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+}
+"""What they are called in config.json."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,9 @@ class Placer:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
         has_window = window is not None
-        likeness = _likeness_of(layout)
+        likeness = likeness_of(layout.chunk_token_ids, layout.companions)
+        if likeness and _is_exact(layout):
+            likeness = ""
         is_usual = context is None and not self._config.says("chunk_context")
         is_short = is_usual and not likeness and _are_short(layout)
         is_default = repair is None and self._has_default
@@ -222,7 +224,9 @@ class Placer:
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
-        remarks = [LATER_IN_FULL] if likeness and isinstance(policy, Alike) else [MIXED_UP] * (likeness == "apart")
+        remarks = [MIXED_UP] if likeness == "apart" else []
+        if likeness and isinstance(policy, Alike):
+            remarks = [LATER_IN_FULL]
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
@@ -256,7 +260,8 @@ class Placer:
         usual = repair_policy(self._config.repair_after(layout.chunk_context))
         if in_full and is_free:
             is_usable = has_looks and isinstance(usual, NoRepair) and not is_short
-            yield from [Alike()] if is_usable and few_like_one_before(layout.chunk_token_ids) else []
+            if is_usable and few_like_one_before(layout.chunk_token_ids):
+                yield Alike()
             if prompt.num_tokens < self._max_in_full:
                 yield FullRepair()
         if likeness and has_looks:
@@ -310,11 +315,6 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
-
-
-def _likeness_of(layout: Layout) -> Likeness:
-    likeness = likeness_of(layout.chunk_token_ids, layout.companions)
-    return "" if likeness and _is_exact(layout) else likeness
 
 
 def _alike_ones(chunks: Sequence[Segment]) -> str:

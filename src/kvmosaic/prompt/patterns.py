@@ -119,6 +119,8 @@ class MarkedPattern:
 
 
 TemplatePattern = TaggedPattern | RegionPattern | MarkedPattern
+_NUMBERED, _HEADED = "Document|Source|Passage|Result|Chunk", "Source|File|Filename|Title|Document|URL"
+"""Words before numbers, and before names."""
 PATTERNS: Mapping[str, TemplatePattern] = {
     pattern.name: pattern
     for pattern in (
@@ -177,7 +179,7 @@ PATTERNS: Mapping[str, TemplatePattern] = {
             "numbered",
             re.compile(
                 r"(?:(?<=\n)|^)(?P<before>#{0,6}[ \t]{0,4}"
-                r"(?:\[|(?:Document|Source|Passage|Result|Chunk)[ \t]{1,4}[\[(#]?))"
+                rf"(?:\[|(?:{_NUMBERED})[ \t]{{1,4}}[\[(#]?))"
                 r"(?P<number>[0-9]{1,4})(?P<after>\]?\)?[:.]?)(?=\s)"
             ),
         ),
@@ -189,7 +191,7 @@ PATTERNS: Mapping[str, TemplatePattern] = {
         MarkedPattern(
             "headed",
             re.compile(
-                r"(?:(?<=\n)|^)(?P<before>#{0,6}[ \t]{0,4}(?:Source|File|Filename|Title|Document|URL):[ \t]{1,4})"
+                rf"(?:(?<=\n)|^)(?P<before>#{{0,6}}[ \t]{{0,4}}(?:{_HEADED}):[ \t]{{1,4}})"
                 r"(?P<name>[^\n]{1,256})\n"
             ),
         ),
@@ -315,11 +317,9 @@ HINTS = (
     "<source id=", "<document", "<doc", "<passage", "<chunk", "<excerpt", "[CONTEXT ", "── Content:",
     "ontext information ", "more context below.", "Use the following pieces of ",
 )  # fmt: skip
-MARK_HINT = re.compile(
-    rb"(?:\[|(?:Document|Source|Passage|Result|Chunk)(?: |\\t){1,4}[\[(#]?)[01](?![0-9])"
-    rb"|(?:Source|File|Filename|Title|Document|URL):(?: |\\t)"
-)
-"""One of these is in every text in which `auto` finds documents, unless a pattern of one's own does."""
+"""One of these, or a mark, is in every text in which `auto` finds documents, unless a pattern of one's own does."""
+MARK_HINT = re.compile(rf"(?:\[|(?:{_NUMBERED})(?: |\\t){{1,4}}[\[(#]?)[01](?![0-9])|(?:{_HEADED}):(?: |\\t)".encode())
+"""The first mark of documents, in the JSON of a body."""
 _AUTO: dict[str, TemplatePattern] = {
     name: replace(each, min_characters=200, min_documents=3) if isinstance(each, MarkedPattern) else each
     for name, each in PATTERNS.items()
