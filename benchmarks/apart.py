@@ -91,7 +91,7 @@ class Reader:
             for document in reading.documents:
                 states = self._computed[reading.system, document]
                 computed_at = len(reading.system) + sum(map(len, document.behind))
-                parts.append(self._moved(states, place - computed_at))
+                parts.append(self.moved(states, place - computed_at))
                 end = max(end, place + len(document.ids))
                 place = place if reading.is_shared else end
             rows.append(torch.cat(parts, dim=-2))
@@ -125,7 +125,7 @@ class Reader:
                 end = len(new[key])
                 self._computed[key] = states[:, :, number, :, end - len(key[1].ids) : end].clone()
 
-    def _moved(self, states: Tensor, by: int) -> Tensor:
+    def moved(self, states: Tensor, by: int) -> Tensor:
         """Keys rotated by a number of positions, values as they are."""
         if not by:
             return states
@@ -135,7 +135,7 @@ class Reader:
         turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
         return torch.stack([(keys * cos + turned * sin).to(states.dtype), states[:, 1]], 1)
 
-    def _forward(self, composed: Composed, cache: DynamicCache, rows: Sequence[Ids], is_read: Tensor) -> Tensor:
+    def forward(self, composed: Composed, cache: DynamicCache, rows: Sequence[Ids], is_read: Tensor) -> Tensor:
         """Hidden states [B, Q, width] of rows after a cache; `is_read` [B, Q, keys] says what a token may read."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
         positions = composed.starts[:, None] + torch.arange(ids.shape[1], device=self.device)
@@ -181,7 +181,7 @@ class Reader:
         longest = max(map(len, rows))
         causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()
         old = composed.is_read[:, None].expand(-1, longest, -1)
-        hidden = self._forward(composed, composed.cache(), rows, torch.cat([old, causal.expand(len(rows), -1, -1)], -1))
+        hidden = self.forward(composed, composed.cache(), rows, torch.cat([old, causal.expand(len(rows), -1, -1)], -1))
         parts = [
             hidden[number, len(reading.question) - 1 : len(row)]
             for number, (reading, row) in enumerate(zip(readings, rows, strict=True))
@@ -198,7 +198,7 @@ class Reader:
         old = composed.is_read[:, None].expand(-1, longest, -1)
         cache = composed.cache()
         rows = [reading.question for reading in readings]
-        hidden = self._forward(composed, cache, rows, torch.cat([old, causal.expand(count, -1, -1)], -1))
+        hidden = self.forward(composed, cache, rows, torch.cat([old, causal.expand(count, -1, -1)], -1))
         is_read = torch.cat([composed.is_read, torch.arange(longest, device=device) < lengths[:, None]], 1)
         last = hidden[torch.arange(count, device=device), lengths - 1]
         said: list[list[int]] = [[] for _ in rows]

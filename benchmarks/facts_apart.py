@@ -3,15 +3,16 @@
     python benchmarks/facts_apart.py MODEL --name qwen2.5-coder-0.5b --engine transformers --xquad xquad.en.json
 
 Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, and about one of
-five paragraphs of one article. An answer is right if it has the accepted words. Writes results/facts-apart-NAME.json
-after every few questions, and a table beside it.
+five paragraphs, or of up to sixteen snippets, of one article. An answer is right if it has the accepted words. Writes
+results/facts-apart-NAME.json after every few questions, and a table beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -26,31 +27,49 @@ from kvmosaic.prompt import Document
 
 WAYS = {"full": "full", "default": None, "none": "none", "first(8)": "first(8)"}
 SYSTEM = "Answer the question from the documents. Copy the words of the answer, nothing else."
-PARAGRAPHS, TURN = 5, 3
+PARAGRAPHS, SNIPPETS, TURN = 5, 16, 3
+WORDS = (20, 40, 65, 90)
+"""Of a snippet: whole sentences, at least so many words."""
 
 
-def articles(path: Path, count: int) -> Iterator[Case]:
-    """A question about each paragraph, with others of its article."""
+def articles(path: Path, count: int, words: int = 0) -> Iterator[Case]:
+    """A question about each paragraph, with others of its article; or about snippets of them of so many words."""
     chance, cases = Random(5), []
     for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
         texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        for number, paragraph in enumerate(article["paragraphs"]):
+        parts = [part for text in texts for part in (snippets(text, words) if words else (text,))]
+        for paragraph in article["paragraphs"]:
             asked = chance.choice(paragraph["qas"])
-            others = chance.sample(texts[:number] + texts[number + 1 :], PARAGRAPHS - 1)
-            documents = chance.sample([Document(text) for text in (texts[number], *others)], PARAGRAPHS)
             answers = tuple(answer["text"] for answer in asked["answers"])
-            cases.append(Case(asked["id"], path.stem, asked["question"], answers, tuple(documents), SYSTEM))
+            right = [part for part in parts if contains_any(part, answers)]
+            others = [part for part in parts if part not in right]
+            if len(right) == 1:
+                shown = right + chance.sample(others, min(len(others), (SNIPPETS if words else PARAGRAPHS) - 1))
+                documents = tuple(Document(text) for text in chance.sample(shown, len(shown)))
+                cases.append(Case(asked["id"], path.stem, asked["question"], answers, documents, SYSTEM))
     chance.shuffle(cases)
     yield from cases[:count]
 
 
-def answered(llm: LLM, case: Case) -> tuple[int, dict[str, float]]:
+def snippets(text: str, words: int) -> Iterator[str]:
+    """Its sentences in groups of at least so many words, but for the last one."""
+    group = ""
+    for sentence in re.split(r'(?<=[.!?]) +(?=[A-Z"])', text):
+        group = f"{group} {sentence}".strip()
+        if len(group.split()) >= words:
+            yield group
+            group = ""
+    if group:
+        yield group
+
+
+def answered(llm: LLM, case: Case, ways: Sequence[str]) -> tuple[int, dict[str, float]]:
     """Tokens of the prompt, and 1 for every way in which the answer is right."""
     documents = [{"text": each.text, "title": each.title} for each in case.documents]
     said = [{"role": "system", "content": case.system or ""}, {"role": "user", "content": case.question}]
     num_tokens, right = 0, {}
-    for way, repair in WAYS.items():
-        params = SamplingParams(temperature=0, max_tokens=24, repair=repair)
+    for way in ways:
+        params = SamplingParams(temperature=0, max_tokens=24, repair=WAYS[way])
         (output,) = llm.chat(said, params, documents=documents)
         num_tokens = len(output.prompt_token_ids)
         right[way] = contains_any(output.outputs[0].text, case.answers)
@@ -59,7 +78,7 @@ def answered(llm: LLM, case: Case) -> tuple[int, dict[str, float]]:
 
 def table(found: dict[str, dict[str, float]]) -> str:
     """The results as Markdown."""
-    names = ("questions", "tokens of a prompt", *WAYS)
+    names = tuple(next(iter(found.values())))
     rows = [f"| {name} | " + " | ".join(f"{row[each]:.0f}" for each in names) + " |" for name, row in found.items()]
     return "\n".join([f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|", *rows]) + "\n"
 
@@ -73,18 +92,22 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--count", type=int, default=150)
     options.add_argument("--xquad", type=Path)
+    options.add_argument("--sets", nargs="+", help="only these, as they are called in the results")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     given = options.parse_args()
     tasks = (OneHop(), OneHop(16), TwoHop())
     sets = {str(task): iter(task.cases(21, given.count)) for task in tasks}
     if given.xquad:
         sets[f"one paragraph of {PARAGRAPHS}"] = articles(given.xquad, given.count)
-    found = {name: dict.fromkeys(("questions", "tokens of a prompt", *WAYS), 0.0) for name in sets}
+        sets |= {f"snippets of {words} words": articles(given.xquad, given.count, words) for words in WORDS}
+    sets = {name: cases for name, cases in sets.items() if name in (given.sets or sets)}
+    found = {name: dict.fromkeys(("questions", "tokens of a prompt", *given.ways), 0.0) for name in sets}
     with LLM(given.model, engine=given.engine, num_threads=given.threads) as llm:
         while sets:
             for name in list(sets):
                 cases, row = list(islice(sets[name], TURN)), found[name]
                 for case in cases:
-                    num_tokens, right = answered(llm, case)
+                    num_tokens, right = answered(llm, case, given.ways)
                     row["questions"] += 1
                     row["tokens of a prompt"] += (num_tokens - row["tokens of a prompt"]) / row["questions"]
                     for way, score in right.items():

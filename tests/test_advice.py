@@ -17,6 +17,7 @@ from support.server import RunningServer
 from kvmosaic import LLM, ChunkCacheConfig, RequestOutput, SamplingParams
 from kvmosaic.advice import MAX_TENANTS, ReuseAdvisor
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
+from kvmosaic.prompt.companions import are_short
 from kvmosaic.prompt.text_pieces import common_length
 from kvmosaic.sampling.reuse import ReuseReport, SegmentReuse
 
@@ -190,7 +191,7 @@ def test_documents_in_messages_are_told_in_the_first_reply_and_when_they_cost() 
     assert "pattern headed" in ask(llm, said=asked(question=f"{other}\n\nHow high?")).reuse.advice[0], "of each form"
     assert "tokens of documents in the text of messages computed again" in told[-1][0]
     assert llm.engine.advisor.lost["unmarked"] > 100
-    assert llm.engine.advisor.min_tokens == 0, "made for reading documents apart"
+    assert not llm.engine.placer.reads_in_full([10, 10]), "made for reading documents apart"
 
 
 WRITTEN = {
@@ -217,10 +218,9 @@ def test_documents_in_other_forms_are_told_in_the_first_reply_too(form: str) -> 
 def test_no_advice_is_given_for_documents_that_would_be_read_in_full() -> None:
     text = "\n".join(f"[{number}] {2 * TOWER}" for number in range(3))
     prompt = Prompt((Segment(SegmentKind.PLAIN, token_ids=(1,) * 200, text=text),))
-    report, advisor = ReuseReport((SegmentReuse("plain", 200, "computed"),)), ReuseAdvisor()
-    advisor.min_tokens = 256
+    report, advisor = ReuseReport((SegmentReuse("plain", 200, "computed"),)), ReuseAdvisor(are_short)
     assert advisor.explain(prompt, report).advice == ()
-    advisor.min_tokens = 64
+    advisor = ReuseAdvisor(lambda lengths: are_short([2 * each for each in lengths]))
     assert "pattern numbered" in advisor.explain(prompt, report).advice[0]
 
 

@@ -118,7 +118,7 @@ def actions(llm: LLM, documents: list[str], **options: object) -> list[str]:
 
 
 def test_documents_after_the_first_have_met_a_companion_and_warming_computes_both_copies(tiny_model, monkeypatch):
-    monkeypatch.setattr("kvmosaic.engine.placement.SHORT_TOKENS", 0)
+    monkeypatch.setattr("kvmosaic.engine.placement.are_short", lambda _: False)
     with LLM(
         tiny_model, dtype="float32", self_check=False, chunk_cache_config=ChunkCacheConfig(chunk_cache_size="8MiB")
     ) as llm:

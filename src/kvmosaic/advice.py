@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -167,7 +167,7 @@ class _TenantHistory:
         return None if is_known else "other_replica"
 
     def note_unmarked(
-        self, segment: Segment, reuse: SegmentReuse, min_tokens: int
+        self, segment: Segment, reuse: SegmentReuse, reads_in_full: Callable[[Sequence[int]], bool]
     ) -> tuple[Counter[LostReason], tuple[str, ...]]:
         """Computed tokens of documents that this text and an earlier one hold; and what to tell with the first one."""
         text = (segment.text or "")[:_MAX_CHARACTERS]
@@ -190,7 +190,7 @@ class _TenantHistory:
             if len(lines) >= _MIN_LONG_LINES:
                 what, form = f"the text may hold documents: {_ADVICE['unmarked']}", "line"
             found = lines or found
-        if sum(each.end - each.start for each in found) * segment.num_tokens <= min_tokens * len(text):
+        if reads_in_full([round((each.end - each.start) / len(text) * segment.num_tokens) for each in found]):
             return lost, ()
         lost["unmarked"] = self._lost_of(found, text, segment, reuse)
         is_told = what and (self._say_first(form) or (lost["unmarked"] and self._say_first(f"{form} again")))
@@ -262,9 +262,9 @@ _ADVICE: Mapping[str, str] = {
 class ReuseAdvisor:
     """Explains misses and counts lost reuse, by tenant. Used by one thread; `lost` and `advice` may be read by any."""
 
-    def __init__(self) -> None:
-        self.min_tokens = 0
-        """Of documents in a text for which there is advice: shorter ones would be read in full."""
+    def __init__(self, reads_in_full: Callable[[Sequence[int]], bool] = lambda _: False) -> None:
+        """There is no advice for documents in a text that would be read in full, being of so many tokens."""
+        self._reads_in_full = reads_in_full
         self.lost: Mapping[str, int] = dict.fromkeys(LOST_REASONS, 0)
         """Tokens lost since the start, by reason, of all tenants. Replaced, never changed."""
         self.advice: Mapping[str, tuple[str, ...]] = {}
@@ -281,7 +281,7 @@ class ReuseAdvisor:
         lost: Counter[LostReason] = Counter()
         segments, told = list(reuse.segments), tuple[str, ...]()
         if prompt.is_plain:
-            lost, told = history.note_unmarked(prompt.segments[0], segments[0], self.min_tokens)
+            lost, told = history.note_unmarked(prompt.segments[0], segments[0], self._reads_in_full)
         elif prompt.chunks:
             history.num_requests += 1
             history.note_system(prompt.segments[0])

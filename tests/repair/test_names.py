@@ -15,6 +15,7 @@ from kvmosaic import LLM, SamplingParams
 from kvmosaic.config import EngineConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.prompt import Prompt
+from kvmosaic.prompt.companions import are_short
 from kvmosaic.repair import NameFinder, Names
 
 RECORDS = [
@@ -112,7 +113,24 @@ def test_where_each_run_of_names_takes_a_forward_documents_that_are_alike_are_re
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
         (output,) = llm.chat(messages, params, documents=RECORDS, companions=COMPANIONS)
         assert output.reuse.repair.policy == "full" and "alike" in output.reuse.composition
-        assert llm.engine.advisor.min_tokens == 256, "no advice for what would be read in full"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_short"),
+    [((256,), True), ((200, 57), False), ((64,) * 40, True), ((20, 108) * 20, True), ((65,) * 40, False)],
+)
+def test_documents_are_short_together_or_on_average(lengths, is_short):
+    assert are_short(lengths) == is_short
+
+
+def test_many_short_documents_are_read_in_full_and_there_is_no_advice_about_them():
+    with LLM(chatting_llama(), profile=False) as llm:
+        documents = [f"{letter * 40} {number}." for number, letter in enumerate("abcdefghij")]
+        messages, params = [{"role": "user", "content": "Where?"}], SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.chat(messages, params, documents=documents)
+        lengths = [chunk.num_tokens for chunk in llm.compose(messages, documents=documents).chunks]
+        assert sum(lengths) > 256 and "documents are short, so they" in output.reuse.composition
+        assert llm.engine.placer.reads_in_full(lengths) and not llm.engine.placer.reads_in_full([300])
 
 
 def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_full_alone():

@@ -98,8 +98,10 @@ class Engine:
         self._requests = RequestTable(model, self.max_positions)
         is_on = chunk_config.oversized_prompts == "ordinary"
         self._oversized = OversizedPrompts(self.placer, kv_cache, is_on=is_on)
-        self._core = self.core_type(runner, kv_cache, self.scheduler, self._requests, offloader, self._oversized, clock)
-        self._core.advisor.min_tokens = self.placer.short_tokens
+        advisor = ReuseAdvisor(self.placer.reads_in_full)
+        self._core = self.core_type(
+            runner, kv_cache, self.scheduler, self._requests, offloader, self._oversized, advisor, clock
+        )
         self._log_time = clock()
 
     def arrange(

@@ -47,10 +47,11 @@ class EngineCore:
         requests: RequestTable,
         offloader: ChunkOffloader | None,
         oversized: OversizedPrompts,
+        advisor: ReuseAdvisor,
         clock: Callable[[], float],
     ) -> None:
         self.runner = runner
-        self.advisor = ReuseAdvisor()
+        self.advisor = advisor
         self._kv_cache = kv_cache
         self._scheduler = scheduler
         self._requests = requests

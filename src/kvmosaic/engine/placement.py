@@ -35,7 +35,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
-from kvmosaic.prompt.companions import SHORT_TOKENS, Likeness, alike_pairs, few_like_one_before, likeness_of
+from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, few_like_one_before, likeness_of
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -161,9 +161,6 @@ class Placer:
         room = kv_cache.request_pool.num_blocks * kv_cache.request_pool.block_size
         self._max_in_full = min(room, max_positions or room)
         self._has_default = not config.says("repair")
-        is_usual = self._has_default and not config.says("chunk_context") and config.context_in() == "companions"
-        self.short_tokens = SHORT_TOKENS if is_usual else 0
-        """Of documents that are read in full by default, together."""
         if not self._has_default:
             check_model(self.repair, model)
 
@@ -217,10 +214,11 @@ class Placer:
         likeness = likeness_of(layout.chunk_token_ids, layout.companions)
         if likeness and _is_exact(layout):
             likeness = ""
-        is_usual = context is None and not self._config.says("chunk_context")
-        is_short = is_usual and not likeness and _are_short(layout)
         is_default = repair is None and self._has_default
         if is_default:
+            lengths = [len(ids) for ids in layout.chunk_token_ids]
+            is_open = context is None and not likeness and not _is_exact(layout)
+            is_short = is_open and self.reads_in_full(lengths, layout.chunk_context)
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())
@@ -243,6 +241,14 @@ class Placer:
             remarks = [why] if is_default else []
         period = Period(begin, self._clock())
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
+
+    def reads_in_full(self, lengths: Sequence[int], context: ChunkContext | None = None) -> bool:
+        """Whether documents of so many tokens, none like another, are read in full by default.
+
+        Models that were made for documents that saw the system text only lose nothing by reading them apart.
+        """
+        is_usual = self._has_default and not self._config.says("chunk_context")
+        return is_usual and (context or self._config.context_in()) == "companions" and are_short(lengths)
 
     def _ordered(self, prompt: Prompt, layout: Layout) -> Prompt:
         """A prompt with its documents in the order of the request, or in the one that reuses the most."""
@@ -321,15 +327,6 @@ def _alike_ones(chunks: Sequence[Segment]) -> str:
     """The first two documents that are alike, for people."""
     pair = next(alike_pairs([chunk.token_ids or () for chunk in chunks]))
     return " and ".join(f"{name!r:.60}" if (name := chunks[each].name) else f"number {each + 1}" for each in pair)
-
-
-def _are_short(layout: Layout) -> bool:
-    """Whether documents cost about as much as a question to read, and composing them would not be exact.
-
-    Models that were made for documents that saw the system text only lose nothing by that.
-    """
-    num_tokens = sum(map(len, layout.chunk_token_ids))
-    return num_tokens <= SHORT_TOKENS and layout.chunk_context == "companions" and not _is_exact(layout)
 
 
 def _is_exact(layout: Layout) -> bool:

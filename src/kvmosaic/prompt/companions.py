@@ -133,6 +133,13 @@ _MAX_LATER = 1 / 8
 """Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
 SHORT_TOKENS = 256
 """Of all documents of a prompt: up to here they are read in full, which takes little time, and is right."""
+SHORT_DOCUMENT = 64
+"""Of a document, on average: up to here they are, too, however many. Read apart, these are mixed up."""
+
+
+def are_short(lengths: Sequence[int]) -> bool:
+    """Whether documents of so many tokens are read in full by default, although they differ."""
+    return sum(lengths) <= max(SHORT_TOKENS, SHORT_DOCUMENT * len(lengths))
 
 
 def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> Iterator[tuple[int, int]]:

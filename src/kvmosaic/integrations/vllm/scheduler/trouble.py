@@ -10,7 +10,7 @@ from kvmosaic.integrations.vllm.contract import Composition, runs_of_whole
 from kvmosaic.integrations.vllm.operations import WorkerFacts, layer_specs
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
 from kvmosaic.layout import IN_FULL, SHORT_IN_FULL, Layout
-from kvmosaic.prompt.companions import SHORT_TOKENS, few_like_one_before, likeness_of
+from kvmosaic.prompt.companions import are_short, few_like_one_before, likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -177,7 +177,7 @@ def request_trouble(
         return Bypass("resumable", "the prompt arrives in parts")
     if composition.leaves_repair_open and likeness_of(layout.chunk_token_ids, ()):
         return Bypass("alike", IN_FULL)
-    is_short = len(composition.chunks) > 1 and sum(composition.chunks) <= SHORT_TOKENS
+    is_short = len(composition.chunks) > 1 and are_short(composition.chunks)
     if composition.leaves_repair_open and composition.companions and is_short:
         return Bypass("short", SHORT_IN_FULL)
     if composition.repair and (reason := why_not_repaired(composition, layout, facts)):
