@@ -19,9 +19,9 @@ def notes(tmp_path: Path) -> Path:
     folder = tmp_path / "notes"
     folder.mkdir()
     for name, text in {
-        "ferry": "The ferry goes to Oak Island.",
-        "kiln": "The kiln of Brackwater burns lime.",
-        "mill": "The mill grinds oats.",
+        "ferry.txt": "The ferry goes to Oak Island.",
+        "kiln.md": "The kiln of Brackwater burns lime.",
+        "mill.htm": "The mill grinds oats.",
     }.items():
-        (folder / f"{name}.txt").write_text(text)
+        (folder / name).write_text(text)
     return folder

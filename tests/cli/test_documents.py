@@ -254,7 +254,7 @@ def test_a_folder_is_stored_and_warmed_by_one_command(server: RunningServer, tmp
         (tmp_path / name).write_text("1,2")
     synced = kvmosaic(server, "sync", str(tmp_path), "--warm")
     assert synced.stdout == "2 stored, 2 computed, 1 refused, 5 skipped\n" and "scanned" not in synced.stderr
-    assert "skipped: 2 .csv, 1 .png, 1 without a suffix, 1 empty; read are .txt, .md" in synced.stderr
+    assert "skipped: 2 .csv, 1 without a suffix, 1 empty, 1 .png; read are .txt, .md" in synced.stderr
     again = kvmosaic(server, "sync", str(tmp_path), "--warm", "--json")
     assert counts(again)["skipped"] == {".csv": 2, ".png": 1, "without a suffix": 1, "empty": 1}
     assert counts(again)["unchanged"] == counts(again)["cached"] == 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.console import folder as folders
-from kvmosaic.console.folder import find_documents, read_folder
+from kvmosaic.console.folder import document_of, find_files, read_folder
 from kvmosaic.errors import InvalidDocument
 
 
@@ -17,16 +17,25 @@ def test_documents_are_text_files_sorted_by_name(tmp_path: Path, caplog: pytest.
     (tmp_path / ".hidden.txt").write_text("hidden")
     (tmp_path / "folder.txt").mkdir()
     (tmp_path / "folder.txt" / "c.txt").write_text("third")
-    found = [{"id": "a", "text": "first"}, {"id": "b", "text": "second"}, {"id": "folder.txt/c", "text": "third"}]
-    assert read_folder(tmp_path) == found
+    (tmp_path / "e.txt").write_bytes(b"")
+    assert read_folder(tmp_path) == [
+        {"id": "a.txt", "title": "a.txt", "text": "first"},
+        {"id": "b.md", "title": "b.md", "text": "second"},
+        {"id": "folder.txt/c.txt", "title": "c.txt", "text": "third"},
+    ]
     assert caplog.messages[0].startswith("left out: 'd.pdf' cannot be read") and len(caplog.messages) == 2
-    assert caplog.messages[1].startswith("left out: 1 .png; read are .txt, ")
+    assert caplog.messages[1].startswith("left out: 1 .png, 1 empty; read are .txt, ")
 
 
-def test_files_with_one_stem_keep_their_endings(tmp_path: Path) -> None:
-    for name in ("a.md", "a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    assert [document["id"] for document in read_folder(tmp_path)] == ["a.md", "a.txt", "b"]
+def test_a_page_has_its_own_title() -> None:
+    page = b"<html><head><title>The ferry</title></head><body><p>It sails at nine.</p></body></html>"
+    assert document_of("docs/a.html", page) == {"id": "docs/a.html", "title": "The ferry", "text": "It sails at nine."}
+
+
+def test_a_folder_of_empty_files_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(InvalidDocument, match=r"all documents of .* are empty"):
+        read_folder(tmp_path)
 
 
 def test_folder_that_is_missing_or_a_file_is_named_in_the_error(tmp_path: Path) -> None:
@@ -72,4 +81,4 @@ def test_links_that_lead_out_of_the_folder_are_left_out(tmp_path: Path, pattern:
         path.write_text("a text")
     (folder / "out.txt").symlink_to(outside)
     (folder / "in.txt").symlink_to(folder / "own.txt")
-    assert set(find_documents(folder, pattern)) == {"own", "in"}
+    assert set(find_files(folder, pattern).readable) == {"own.txt", "in.txt"}

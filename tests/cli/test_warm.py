@@ -55,7 +55,8 @@ def test_a_folder_is_computed_once_and_found_by_run(tiny_model: Path, tmp_path: 
     folder = write(tmp_path / "texts", 5)
     default = ("--chunk-tier", url, "--system", "Answer.", "--chunk-context", "companions")
     done = warm(tiny_model, folder, *default)
-    num_tokens = sum(path.stat().st_size for path in folder.iterdir()) - 5  # one per byte; the last space is cut
+    names = sum(len(path.name) + 1 for path in folder.iterdir())  # the titles
+    num_tokens = sum(path.stat().st_size for path in folder.iterdir()) - 5 + names  # one per byte; a space is cut
     assert (done["documents"], done["computed"], done["skipped"]) == (5, 5, 0)
     assert done["tokens"] == 2 * num_tokens, "as the first one, and as a later one"
     assert len(files(tmp_path / "tier")) == 10
@@ -83,7 +84,7 @@ def test_a_server_finds_what_was_warmed_for_its_tenants(tmp_path: Path, url: str
     body = {
         "model": "reader",
         "messages": [{"role": "user", "content": "Which street?"}],
-        "documents": [{"id": path.stem, "text": path.read_text().strip()} for path in sorted(folder.iterdir())],
+        "documents": [{"title": path.name, "text": path.read_text().strip()} for path in sorted(folder.iterdir())],
         "max_tokens": 1,
     }
     with RunningServer(chunk_tier=[url], chunk_loading="always", **whose) as server:
@@ -129,7 +130,8 @@ def test_a_small_pool_is_enough_for_a_large_folder(tiny_model: Path, tmp_path: P
 def test_long_documents_are_parts_and_equal_ones_are_one(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder = write(tmp_path / "texts", 1)
     (folder / "long.txt").write_text("".join(f"Kiln {n} burns lime. " for n in range(115)))  # more than 2,048 tokens
-    (folder / "twin.txt").write_text((folder / "house 000.txt").read_text())
+    (folder / "copy").mkdir()
+    (folder / "copy" / "house 000.txt").write_text((folder / "house 000.txt").read_text())
     done = warm(tiny_model, folder, "--chunk-tier", url, "--long-chunks", "split")
     assert (done["computed"], done["failed"]) == (3, 0) and len(files(tmp_path / "tier")) == 4
     assert warm(tiny_model, folder, "--chunk-tier", url, "--long-chunks", "split")["skipped"] == 3
@@ -138,15 +140,16 @@ def test_long_documents_are_parts_and_equal_ones_are_one(tiny_model: Path, tmp_p
 def test_documents_that_cannot_be_computed_do_not_stop_the_others(tiny_model: Path, tmp_path: Path, url: str) -> None:
     folder = write(tmp_path / "texts", 3)
     (folder / "broken.txt").write_bytes(b"caf\xe9")
-    (folder / "empty.txt").write_text(" ")
+    (folder / "blank.txt").write_text(" ")
+    (folder / "empty.txt").touch()
     (folder / "huge.txt").write_text("The kiln burns lime. " * 60)  # fits the model, but not into the pool
     (folder / "long.txt").write_text("The kiln burns lime. " * 120)
     small = ("--chunk-cache-size", "200KiB", "--long-chunks", "error")
     result = run("warm", tiny_model, folder, "--chunk-tier", url, *small, "--json")
     done = json.loads(result.stdout)
     assert result.exit_code == 1 and (done["computed"], done["failed"], done["left"]) == (3, 4, 0)
-    for name, why in {"broken": "not UTF-8", "empty": "has no text", "huge": "", "long": "2048"}.items():
-        assert any(f"not computed: {name}: " in line and why in line for line in result.stderr.splitlines()), why
+    for name, why in {"broken": "not UTF-8", "blank": "has no text", "huge": "", "long": "2048"}.items():
+        assert any(f"not computed: {name}.txt: " in line and why in line for line in result.stderr.splitlines()), why
 
 
 def test_patterns_choose_files_in_sub_folders(tiny_model: Path, tmp_path: Path, url: str) -> None:
@@ -157,7 +160,7 @@ def test_patterns_choose_files_in_sub_folders(tiny_model: Path, tmp_path: Path, 
     (tmp_path / "texts" / ".hidden" / "page.html").write_text("Hidden.")
     assert warm(tiny_model, tmp_path / "texts", "--chunk-tier", url, "--glob", "**/*.html")["documents"] == 1
     (entry,) = files(tmp_path / "tier")
-    assert read_header(entry.read_bytes()).names == ("deep/er/page",)
+    assert read_header(entry.read_bytes()).names == ("deep/er/page.html",)
     for pattern, said in {
         "../*.txt": "leads out of",
         "/*.txt": "leads out of",

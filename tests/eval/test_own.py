@@ -91,7 +91,7 @@ def test_answers_documents_and_ids_are_taken_where_they_are_known(folder: Path, 
     line = {"id": 7, "question": "Which clock?", "answer": ["The tower's", "tower"], "documents": ["mill", "tower"]}
     (case,) = own_cases(folder, written(tmp_path / "asked.jsonl", line))
     assert (case.id, case.answers, case.metric) == ("7", ("The tower's", "tower"), "contains_any")
-    assert [document.id for document in case.documents] == ["mill", "tower"] and case.needs == (0, 1)
+    assert [document.id for document in case.documents] == ["mill.txt", "tower.txt"] and case.needs == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ def run_demo(
     from kvmosaic.sampling import SamplingParams
 
     console, notices = console or Console(), Console(stderr=True)
-    documents = {document["id"]: document for document in read_folder(folder)}
+    named = [(Path(document["id"]).stem, document["text"]) for document in read_folder(folder)]
+    documents = {name: {"id": name, "text": text} for name, text in named}
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         console.print(Text(demo_heading(opening, documents) + "\n", style="dim"))

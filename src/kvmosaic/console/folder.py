@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,42 +20,52 @@ MAX_SUFFIXES = 8
 logger = logging.getLogger("kvmosaic")
 
 
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    """The files of a folder, by their paths in it, in that order."""
+
+    readable: dict[str, Path]
+    empty: dict[str, Path]
+    """Without a byte: no documents."""
+    skipped: dict[str, int]
+    """How many are not read, by suffix, and how many are empty; hidden ones are not counted."""
+
+
 def read_folder(folder: Path) -> list[dict[str, str]]:
-    """Reads the files of a folder, sorted by name, as `{"id", "text"}` documents; see `find_documents`.
+    """Reads the files of a folder as documents; see `find_files` and `document_of`.
 
     A file that cannot be read is left out, with a warning, if there is another one. So are files of other kinds.
 
     Raises:
         InvalidDocument: not a folder, no file that can be read, too many, or too long together.
     """
+    found = find_files(folder)
     documents, refused, total = [], list[str](), 0
-    for name, path in find_documents(folder).items():
+    for name, path in found.readable.items():
         try:
-            text = read_document(path)
+            document = document_of(name, read_file(path))
         except (InvalidDocument, MissingExtra) as error:
             refused.append(str(error))
             continue
-        total += len(text)
+        total += len(document["text"])
         if total > MAX_FOLDER_BYTES:
             raise InvalidDocument(
                 f"the documents of {folder} are longer than {MAX_FOLDER_BYTES:,} characters; use fewer"
             )
-        documents.append({"id": name, "text": text})
+        documents.append(document)
     if not documents:
-        raise InvalidDocument(refused[0])
-    for told in (*refused, *skipped_kinds(count_skipped(folder))):
+        raise InvalidDocument(refused[0] if refused else f"all documents of {folder} are empty")
+    for told in (*refused, *skipped_kinds(found.skipped)):
         logger.warning("left out: %s", told)
     return documents
 
 
-def find_documents(folder: Path, pattern: str | None = None, most: int | None = None) -> dict[str, Path]:
-    """Returns the document files of a folder, sorted by name, each under its id.
-
-    The id is the path in the folder without its suffix, or with it where two files would share an id.
+def find_files(folder: Path, pattern: str | None = None, most: int | None = None) -> FolderFiles:
+    """The document files of a folder and its sub-folders.
 
     Args:
         folder: where to look.
-        pattern: which files, such as `**/*.md`; None: all that can be read. Hidden ones are left out.
+        pattern: which files, such as `**/*.md`, all of which are read; None: all. Hidden ones are left out.
         most: maximum number; None: `MAX_FILES`.
 
     Raises:
@@ -63,22 +74,36 @@ def find_documents(folder: Path, pattern: str | None = None, most: int | None = 
     most = MAX_FILES if most is None else most
     if not folder.is_dir():
         raise InvalidDocument(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give a folder")
-    found = (path for path in _matching(folder, pattern or "**/*") if path.is_file())
-    paths = [path for path in found if pattern or is_readable(path.name)]
-    if not paths:
+    readable, empty, skipped = dict[str, Path](), dict[str, Path](), Counter[str]()
+    found = {path.relative_to(folder).as_posix(): path for path in _matching(folder, pattern or "**/*")}
+    for name, path in sorted(found.items()):
+        if not path.is_file():
+            continue
+        if not pattern and not is_readable(name):
+            skipped[suffix_of(name) or "without a suffix"] += 1
+        elif _size_of(path):
+            readable[name] = path
+        else:
+            empty[name] = path
+            skipped["empty"] += 1
+    if not readable and not empty:
         what = f"that matches {pattern!r:.100}" if pattern else f"that can be read; suffixes: {', '.join(SUFFIXES)}"
-        raise InvalidDocument(f"{folder} has no file {what}")
-    if len(paths) > most:
-        raise InvalidDocument(f"{folder} has {len(paths)} documents; at most {most} are read, use a smaller folder")
-    names = {path: path.relative_to(folder).as_posix() for path in sorted(paths, key=lambda path: path.as_posix())}
-    stems = Counter(name.removesuffix(path.suffix) for path, name in names.items())
-    return {stem if stems[stem := name.removesuffix(path.suffix)] == 1 else name: path for path, name in names.items()}
+        told = "".join(f"; there are {each}" for each in skipped_kinds(skipped)[:1])
+        raise InvalidDocument(f"{folder} has no file {what}{told}")
+    if len(readable) > most:
+        raise InvalidDocument(f"{folder} has {len(readable)} documents; at most {most} are read, use a smaller folder")
+    return FolderFiles(readable, empty, dict(skipped))
 
 
-def count_skipped(folder: Path) -> Counter[str]:
-    """Counts the files of a folder that are not read, by suffix; hidden ones are not counted."""
-    names = (path.name for path in _matching(folder, "**/*") if path.is_file())
-    return Counter(suffix_of(name) or "without a suffix" for name in names if not is_readable(name))
+def document_of(name: str, content: bytes) -> dict[str, str]:
+    """The document of a file: its name as id, its title or else the file's name, its text.
+
+    Raises:
+        InvalidDocument: it has no text, or cannot be read.
+        MissingExtra: it needs a library that is not installed.
+    """
+    said = extract_text(content, name)
+    return {"id": name, "title": said.title or Path(name).name, "text": said.text.strip()}
 
 
 def skipped_kinds(skipped: Mapping[str, int]) -> list[str]:
@@ -111,14 +136,12 @@ def read_file(path: Path) -> bytes:
         raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
 
 
-def read_document(path: Path) -> str:
-    """The text of a document.
-
-    Raises:
-        InvalidDocument: too large, empty, of another format, or it cannot be read.
-        MissingExtra: it needs a library that is not installed.
-    """
-    return extract_text(read_file(path), path.name).text.strip()
+def _size_of(path: Path) -> int:
+    """Bytes of a file; of one that cannot be looked at, one: why is said where it is read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 1
 
 
 def _matching(folder: Path, pattern: str) -> Iterator[Path]:

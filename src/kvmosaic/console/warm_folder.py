@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
-from kvmosaic.console.folder import find_documents, read_document
+from kvmosaic.console.folder import document_of, find_files, read_file, skipped_kinds
 from kvmosaic.console.options import SECRET_VARIABLE, ModelOptions, open_llm, tier_secret
 from kvmosaic.console.warm_report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.entries import Checksum, check_entry
@@ -106,7 +106,7 @@ class Warming:
             return self.system
         if self.system is not None:
             raise InvalidConfig("--system and --system-file exclude each other; leave one out")
-        return read_document(self.system_file)
+        return document_of(self.system_file.name, read_file(self.system_file))["text"]
 
 
 @dataclass(slots=True)
@@ -130,7 +130,10 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
             "warmed documents are kept in tiers; give --chunk-tier 'disk:/var/cache/kvmosaic?quota=10GiB'"
         )
     system, seal = warming.system_text(), Checksum(tier_secret())
-    paths = find_documents(warming.folder, warming.pattern, MAX_DOCUMENTS)
+    found = find_files(warming.folder, warming.pattern, MAX_DOCUMENTS)
+    for told in skipped_kinds(found.skipped):
+        notices.print(f"left out: {told}", style="dim", markup=False)
+    paths = found.readable
     with closing(open_llm(opening, notices)) as llm:
         if not llm.has_chunk_cache:
             raise ChunkCacheOff(f"no document can be kept, the chunk cache is off: {llm.chunk_cache_off_reason}")
@@ -204,7 +207,7 @@ class _Warmer:
         for name, path in paths.items():
             self._stop.check()
             try:
-                chunks = self._chunks(name, read_document(path), system)
+                chunks = self._chunks(document_of(name, read_file(path)), system)
             except (InvalidDocument, InvalidPrompt, MissingExtra) as error:
                 self._counts.problems[name] = str(error)
                 self._bar.advance([name])
@@ -219,10 +222,10 @@ class _Warmer:
         if batch.names:
             yield batch
 
-    def _chunks(self, name: str, text: str, system: str | None) -> list[tuple[Key, Prompt]]:
+    def _chunks(self, document: dict[str, str], system: str | None) -> list[tuple[Key, Prompt]]:
         encoder = self._llm.encoder
         found = encoder.settings.find_documents
-        prompt = encoder.encode_documents([{"id": name, "text": text}], system, find_documents=found)
+        prompt = encoder.encode_documents([document], system, find_documents=found)
         prompt = replace(prompt, tenant=self._tenant)
         with_places = self._llm.chunk_cache_config.context_in() == "companions"
         return [

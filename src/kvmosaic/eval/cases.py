@@ -38,7 +38,8 @@ class Library:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = tuple(documents)
-        self._numbers = {document.id: number for number, document in enumerate(self.documents)}
+        self._numbers = {Path(document.id or "").stem: number for number, document in enumerate(self.documents)}
+        self._numbers |= {document.id or "": number for number, document in enumerate(self.documents)}
         self._words = [frozenset(_words(document.text)) for document in self.documents]
         self._counts = Counter(word for words in self._words for word in words)
 
@@ -49,10 +50,10 @@ class Library:
         Raises:
             InvalidDocument: a folder or a file that cannot be read.
         """
-        return cls([Document(document["text"], id=document["id"]) for document in read_folder(folder)])
+        return cls([Document(**document) for document in read_folder(folder)])
 
     def number_of(self, name: str) -> int | None:
-        """The number of the document with an id, which is the name of its file without its ending."""
+        """The number of the document with an id, which is the name of its file, with or without its ending."""
         return self._numbers.get(name)
 
     def about(self, question: str) -> int | None:

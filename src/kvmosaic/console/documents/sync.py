@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvmosaic.console.documents.client import NamedLine, Outcome, ServerDocuments
-from kvmosaic.console.folder import MAX_FILE_BYTES, count_skipped, find_documents, read_file, skipped_kinds
+from kvmosaic.console.folder import MAX_FILE_BYTES, FolderFiles, document_of, find_files, read_file, skipped_kinds
 from kvmosaic.console.text import one_line
 from kvmosaic.errors import InvalidConfig, InvalidDocument, KVMosaicError, MissingExtra, ServerError, UnknownDocument
-from kvmosaic.extraction import extract_text
 from kvmosaic.server.process.logs import progress_bar
 
 if TYPE_CHECKING:
@@ -50,16 +49,6 @@ class FileFields:
         return pinned if self.ttl_seconds is None else {**pinned, "ttl_seconds": self.ttl_seconds}
 
 
-def files_of(folder: Path, pattern: str | None) -> dict[str, Path]:
-    """Returns the files of a folder and its sub-folders that can be read, by their relative paths.
-
-    Raises:
-        InvalidDocument: not a folder, no file, or a pattern that leads out of it.
-    """
-    found = find_documents(folder, pattern, MAX_FILES).values()
-    return {path.relative_to(folder).as_posix(): path for path in found}
-
-
 def is_gone(path: Path) -> bool:
     """Whether there is no such file; a folder that cannot be read now does not say that."""
     try:
@@ -77,7 +66,7 @@ def hash_of(content: bytes) -> str:
 
 
 def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
-    """Returns the document of a file: its text, its title or name, its hash; `fields` come before these.
+    """Returns the document of a file with its hash; `fields` come before these.
 
     Raises:
         InvalidDocument: it has no text, or cannot be read.
@@ -87,10 +76,8 @@ def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidDocument("its name is not UTF-8; rename it") from None
-    said = extract_text(content, name)
-    title = said.title or Path(name).name
     about = {HASH: hash_of(content), **dict(fields.get("metadata", {}))}
-    values = {"id": name, "title": title, "text": said.text, **fields, "metadata": about}
+    values = {**document_of(name, content), **fields, "metadata": about}
     return NamedLine.of(name, values)
 
 
@@ -252,14 +239,10 @@ def sync_folder(server: ServerDocuments, sync: FolderSync) -> UploadCounts:
     Raises:
         KVMosaicError: the folder cannot be read, or the server cannot be asked.
     """
-    counts = UploadCounts()
-    if sync.pattern is None:
-        counts.skipped = dict(count_skipped(sync.folder))
-    files = {sync.prefix + name: path for name, path in files_of(sync.folder, sync.pattern).items()}
-    known = _known_files(server, sync.prefix)
-    if empty := {name for name, (_, size) in _signature(files).items() if not size and name not in known}:
-        counts.skipped["empty"] = len(empty)  # one that is stored is refused instead: its text would stay
-        files = {name: path for name, path in files.items() if name not in empty}
+    found, known = find_files(sync.folder, sync.pattern, MAX_FILES), _known_files(server, sync.prefix)
+    emptied = {name: path for name, path in found.empty.items() if sync.prefix + name in known}  # their text would stay
+    files = {sync.prefix + name: path for name, path in (found.readable | emptied).items()}
+    counts = UploadCounts(skipped=found.skipped)
     folder = sync.folder.resolve().name
     fields = {**sync.fields.values(), "metadata": {FOLDER: folder}}
 
@@ -317,7 +300,7 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
     with suppress(KeyboardInterrupt):
         while True:
             try:
-                now = _signature(files_of(sync.folder, sync.pattern))
+                now = _signature(find_files(sync.folder, sync.pattern, MAX_FILES))
                 if now != synced and now == last:
                     counts = sync_folder(server, sync)
                     counts.show(as_json)
@@ -331,14 +314,14 @@ def watch_folder(server: ServerDocuments, sync: FolderSync, as_json: bool) -> No
             time.sleep(WATCH_SECONDS)
 
 
-def _signature(files: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
+def _signature(found: FolderFiles) -> dict[str, tuple[int, int]]:
     """Times and sizes of all files, which change whenever one of them does."""
-    found = {}
-    for name, path in files.items():
+    signature = {}
+    for name, path in (found.readable | found.empty).items():
         with suppress(OSError):  # deleted since it was listed
             status = path.stat()
-            found[name] = (status.st_mtime_ns, status.st_size)
-    return found
+            signature[name] = (status.st_mtime_ns, status.st_size)
+    return signature
 
 
 def _known_files(server: ServerDocuments, prefix: str) -> dict[str, dict[str, str]]:
