@@ -67,9 +67,7 @@ def test_plan_computes_nothing_and_shows_places_and_memory(tiny_model: Path, not
     asked = ("plan", tiny_model, "--documents", notes, "-q", "Where?", "--system", "Answer.")
     result = run(*asked, "--position-strategy", "sequential", "--chunk-context", "system")
     assert result.exit_code == 0, result.output
-    assert re.search(
-        r"^kiln\.md +42 +7 +46 +\+39 +12 KiB +compute", result.stdout, re.MULTILINE
-    )  # 3 blocks of 16 tokens
+    assert re.search(r"^kiln\.md +42 +7 +46 +\+39 +12 KiB +compute", result.stdout, re.MULTILINE)  # 3 blocks
     assert "256 B = 2 × 2 layers × 2 heads × 8 × 4 bytes" in result.stdout
     assert "documents are short, so they are read in full" in " ".join(run(*asked).stdout.split())
     (notes / "long.txt").write_text("word " * 60)

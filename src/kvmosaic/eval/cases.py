@@ -23,7 +23,7 @@ from kvmosaic.errors import InvalidConfig, KVMosaicError
 from kvmosaic.eval.case import MAX_ID_CHARACTERS, USUAL_DOCUMENTS, Case, draw_documents
 from kvmosaic.eval.loaders import Filled, Label, Record, load, parsed_json, read_record, read_text
 from kvmosaic.eval.tasks import USUAL_TASKS, task
-from kvmosaic.prompt import Document
+from kvmosaic.prompt import Document, read_documents
 
 MAX_FILE_BYTES = 2**26
 MAX_LINE_CHARACTERS = 2**20
@@ -50,7 +50,8 @@ class Library:
         Raises:
             InvalidDocument: a folder or a file that cannot be read.
         """
-        return cls([Document(**document) for document in read_folder(folder)])
+        documents = read_folder(folder)
+        return cls(read_documents(documents, len(documents)))
 
     def number_of(self, name: str) -> int | None:
         """The number of the document with an id, which is the name of its file, with or without its ending."""
