@@ -32,7 +32,7 @@ from kvmosaic.tiers.object_store import ObjectTier
 from kvmosaic.tiers.redis import RedisTier, Session
 
 MIB = 2**20
-NUM_DAMAGES = int(os.environ.get("KVMOSAIC_ATTACKS", "300"))
+NUM_DAMAGES = int(os.environ.get("ATTACKS", "300"))
 """Of the random ones; a long run has 10,000."""
 DOCUMENTS = [f"Ferry {number} goes to Oak Island at {number} o'clock. " * 12 for number in (3, 5)]
 

@@ -346,8 +346,8 @@ for round_number in range(int(sys.argv[2])):
 
 
 def test_killed_while_writing_it_loses_nothing_acknowledged_and_serves_nothing_half(tmp_path: Path) -> None:
-    """`KVMOSAIC_KILLS` sets how often a process is killed while it writes, at any moment."""
-    kills = os.environ.get("KVMOSAIC_KILLS", "50")
+    """`KILLS` sets how often a process is killed while it writes, at any moment."""
+    kills = os.environ.get("KILLS", "50")
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), kills], check=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("crashing.py")
-NUM_KILLS = int(os.environ.get("KVMOSAIC_KILLS", "600"))
+NUM_KILLS = int(os.environ.get("KILLS", "600"))
 """Of processes in all; a long run has 2,000."""
 
 
