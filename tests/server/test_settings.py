@@ -94,7 +94,7 @@ def test_message_names_the_flag_the_value_and_the_limit(flags: dict[str, object]
 
 
 def test_message_names_the_variable_or_the_key_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"^port is 'x'; it must be a whole number$"):
+    with pytest.raises(InvalidConfig, match=r"server\.yaml: port is 'x'; it must be a whole number$"):
         read_settings(file(tmp_path, "port: x"))
     monkeypatch.setenv("KVMOSAIC_PORT", "x")
     with pytest.raises(InvalidConfig, match=r"^KVMOSAIC_PORT is 'x'; it must be a whole number$"):

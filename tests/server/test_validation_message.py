@@ -22,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "Where does the ferry go?"}]
         (CHAT, {"messages": []}, "messages", "messages: must have at least 1 item, not 0"),
         (CHAT, {"messages": MESSAGES, "documents": [{"content": "x"}]}, "documents.0.content", "did you mean 'text'?"),
         (CHAT, {"messages": MESSAGES, "stop": ["a", 1]}, "stop.1", "stop.1: must be a valid string"),
+        (CHAT, {"messages": MESSAGES, "stop": ["a"] * 200}, "stop", "stop: must have at most 128 items, not 200"),
         (
             CHAT,
             {"messages": MESSAGES, "response_format": {"type": "json"}},

@@ -41,7 +41,7 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
     faults = [(_where(each, body), each) for each in found] or [("", {"msg": "invalid", "type": ""})]
     first = faults[0][0]
     inside = [fault for fault in faults if first and f"{fault[0]}.".startswith(f"{first}.")]
-    where, fault = max(inside, key=lambda each: each[0].count("."), default=faults[0])
+    where, fault = max(inside, key=_nearness, default=faults[0])
     if fault["type"] == "missing":
         beside = where.rpartition(".")[0]
         unknown = (
@@ -55,6 +55,12 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
     if fault["type"] == "extra_forbidden":
         return ValidationMessage(where, f"unknown field {where!r}; remove it, or look at how it is spelled")
     return ValidationMessage(where, f"{where or 'the body'}: {_said(fault)}")
+
+
+def _nearness(located: tuple[str, Mapping[str, Any]]) -> tuple[int, bool]:
+    """Of the error of one member of a union: how deep it lies, and whether the value is at least of that type."""
+    where, fault = located
+    return where.count("."), not fault["type"].endswith("_type")
 
 
 def _mistyped(unknown: str, missing: str) -> ValidationMessage:

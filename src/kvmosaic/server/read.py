@@ -71,7 +71,7 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"])
     name = str(error["loc"][0])
-    source = flag_of(name) if name in flags else variable_of(name) if _is_in_environment(name) else name
+    source = _source(name, flags)
     shown = "" if name in _SECRETS else f" is {error['input']!r:.100};"
     if error["type"] in _LIMITS:
         limit = _LIMITS[error["type"]].format_map(error.get("ctx", {}))
@@ -84,5 +84,15 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
     return f"{source}{shown}{colon} {cause}"
 
 
-def _is_in_environment(name: str) -> bool:
-    return any(variable.upper() == variable_of(name) for variable in os.environ)
+def _source(name: str, flags: Mapping[str, Any]) -> str:
+    """What set a setting: its flag, its variable, or the file and its name there."""
+    if name in flags:
+        return flag_of(name)
+    if _in_environment(name) is not None:
+        return variable_of(name)
+    file = flags.get("config") or _in_environment("config")
+    return f"{file}: {name}" if file else name
+
+
+def _in_environment(name: str) -> str | None:
+    return next((value for variable, value in os.environ.items() if variable.upper() == variable_of(name)), None)
