@@ -117,7 +117,7 @@ def test_where_each_run_of_names_takes_a_forward_documents_that_are_alike_are_re
 
 @pytest.mark.parametrize(
     ("lengths", "is_short"),
-    [((256,), True), ((200, 57), False), ((64,) * 40, True), ((20, 108) * 20, True), ((65,) * 40, False)],
+    [((256,), True), ((200, 57), False), ((96,) * 40, True), ((20, 172) * 20, True), ((97,) * 40, False)],
 )
 def test_documents_are_short_together_or_on_average(lengths, is_short):
     assert are_short(lengths) == is_short
