@@ -3,8 +3,8 @@
     python benchmarks/facts_apart.py MODEL --name qwen2.5-coder-0.5b --engine transformers --xquad xquad.en.json
 
 Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, and about one of
-five paragraphs, or of up to sixteen snippets, of one article. An answer is right if it has the accepted words. Writes
-results/facts-apart-NAME.json after every few questions, and a table beside it.
+five paragraphs, or of up to sixteen snippets, of one article or two. An answer is right if it has the accepted words.
+Writes results/facts-apart-NAME.json after every few questions, and a table beside it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from kvmosaic.prompt import Document
 WAYS = {"full": "full", "default": None, "none": "none", "first(8)": "first(8)"}
 SYSTEM = "Answer the question from the documents. Copy the words of the answer, nothing else."
 PARAGRAPHS, SNIPPETS, TURN = 5, 16, 3
-WORDS = (20, 40, 65, 90)
-"""Of a snippet: whole sentences, at least so many words."""
+PIECES = ((20, 1), (40, 1), (65, 1), (90, 1), (65, 2), (110, 2))
+"""Snippets of whole sentences, at least so many words, of so many articles."""
 
 
-def articles(path: Path, count: int, words: int = 0) -> Iterator[Case]:
+def articles(path: Path, count: int, words: int = 0, together: int = 1) -> Iterator[Case]:
     """A question about each paragraph, with others of its article; or about snippets of them of so many words."""
     chance, cases = Random(5), []
-    for article in json.loads(path.read_text(encoding="utf-8"))["data"]:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    for number, article in enumerate(data):
+        near = (data * 2)[number : number + together]
+        texts = [paragraph["context"] for each in near for paragraph in each["paragraphs"]]
         parts = [part for text in texts for part in (snippets(text, words) if words else (text,))]
         for paragraph in article["paragraphs"]:
             asked = chance.choice(paragraph["qas"])
@@ -99,7 +101,9 @@ def main() -> None:
     sets = {str(task): iter(task.cases(21, given.count)) for task in tasks}
     if given.xquad:
         sets[f"one paragraph of {PARAGRAPHS}"] = articles(given.xquad, given.count)
-        sets |= {f"snippets of {words} words": articles(given.xquad, given.count, words) for words in WORDS}
+        for words, together in PIECES:
+            name = f"snippets of {words} words" + (", two articles" if together == 2 else "")
+            sets[name] = articles(given.xquad, given.count, words, together)
     sets = {name: cases for name, cases in sets.items() if name in (given.sets or sets)}
     found = {name: dict.fromkeys(("questions", "tokens of a prompt", *given.ways), 0.0) for name in sets}
     with LLM(given.model, engine=given.engine, num_threads=given.threads) as llm:

@@ -36,12 +36,12 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
     """Returns the message for all that pydantic found wrong with `body`.
 
     That is the first error; in a field of a union type, the error that lies deepest, of the member that was probably
-    meant. A mistyped name comes before the name that is missing for it.
+    meant, by type. A mistyped name comes before the name that is missing for it.
     """
     faults = [(_where(each, body), each) for each in found] or [("", {"msg": "invalid", "type": ""})]
     first = faults[0][0]
-    inside = [fault for fault in faults if first and f"{fault[0]}.".startswith(f"{first}.")]
-    where, fault = max(inside, key=_nearness, default=faults[0])
+    inside = [fault for fault in faults if first and f"{fault[0]}.".startswith(f"{first}.")] or faults[:1]
+    where, fault = max(inside, key=lambda each: (each[0].count("."), not each[1]["type"].endswith("_type")))
     if fault["type"] == "missing":
         beside = where.rpartition(".")[0]
         unknown = (
@@ -55,12 +55,6 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
     if fault["type"] == "extra_forbidden":
         return ValidationMessage(where, f"unknown field {where!r}; remove it, or look at how it is spelled")
     return ValidationMessage(where, f"{where or 'the body'}: {_said(fault)}")
-
-
-def _nearness(located: tuple[str, Mapping[str, Any]]) -> tuple[int, bool]:
-    """Of the error of one member of a union: how deep it lies, and whether the value is at least of that type."""
-    where, fault = located
-    return where.count("."), not fault["type"].endswith("_type")
 
 
 def _mistyped(unknown: str, missing: str) -> ValidationMessage:

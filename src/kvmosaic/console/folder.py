@@ -81,7 +81,7 @@ def find_files(folder: Path, pattern: str | None = None, most: int | None = None
             continue
         if not pattern and not is_readable(name):
             skipped[suffix_of(name) or "without a suffix"] += 1
-        elif _size_of(path):
+        elif path.stat().st_size:
             readable[name] = path
         else:
             empty[name] = path
@@ -134,14 +134,6 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidDocument(f"it cannot be read: {error.strerror}") from error
-
-
-def _size_of(path: Path) -> int:
-    """Bytes of a file; of one that cannot be looked at, one: why is said where it is read."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 1
 
 
 def _matching(folder: Path, pattern: str) -> Iterator[Path]:

@@ -243,10 +243,7 @@ class Placer:
         return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
 
     def reads_in_full(self, lengths: Sequence[int], context: ChunkContext | None = None) -> bool:
-        """Whether documents of so many tokens, none like another, are read in full by default.
-
-        Models that were made for documents that saw the system text only lose nothing by reading them apart.
-        """
+        """Whether documents of so many tokens are read in full by default, but by models made to read them apart."""
         is_usual = self._has_default and not self._config.says("chunk_context")
         return is_usual and (context or self._config.context_in()) == "companions" and are_short(lengths)
 

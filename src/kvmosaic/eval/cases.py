@@ -38,8 +38,10 @@ class Library:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = tuple(documents)
-        self._numbers = {Path(document.id or "").stem: number for number, document in enumerate(self.documents)}
-        self._numbers |= {document.id or "": number for number, document in enumerate(self.documents)}
+        ids = [document.id or "" for document in self.documents]
+        stems = Counter(Path(each).stem for each in ids)
+        names = {Path(each).stem: number for number, each in enumerate(ids) if stems[Path(each).stem] == 1}
+        self._numbers = names | {each: number for number, each in enumerate(ids)}
         self._words = [frozenset(_words(document.text)) for document in self.documents]
         self._counts = Counter(word for words in self._words for word in words)
 
@@ -50,8 +52,7 @@ class Library:
         Raises:
             InvalidDocument: a folder or a file that cannot be read.
         """
-        documents = read_folder(folder)
-        return cls(read_documents(documents, len(documents)))
+        return cls(read_documents(read_folder(folder), MAX_QUESTIONS))
 
     def number_of(self, name: str) -> int | None:
         """The number of the document with an id, which is the name of its file, with or without its ending."""

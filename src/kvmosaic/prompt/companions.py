@@ -131,10 +131,8 @@ _NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
 _MAX_LATER = 1 / 8
 """Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
-SHORT_TOKENS = 256
-"""Of all documents of a prompt: up to here they are read in full, which takes little time, and is right."""
-SHORT_DOCUMENT = 96
-"""Of a document, on average: up to here they are, too, however many. Read apart, these are mixed up."""
+SHORT_TOKENS, SHORT_DOCUMENT = 256, 96
+"""Of all documents of a prompt, and of one on average: read apart, many short ones are mixed up."""
 
 
 def are_short(lengths: Sequence[int]) -> bool:

@@ -71,7 +71,11 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
     if not error["loc"]:
         return str(error["ctx"]["error"])
     name = str(error["loc"][0])
-    source = _source(name, flags)
+    variables = {variable.upper(): value for variable, value in os.environ.items()}
+    file = flags.get("config") or variables.get(variable_of("config"))
+    source = f"{file}: {name}" if file else name
+    if name in flags or variable_of(name) in variables:
+        source = flag_of(name) if name in flags else variable_of(name)
     shown = "" if name in _SECRETS else f" is {error['input']!r:.100};"
     if error["type"] in _LIMITS:
         limit = _LIMITS[error["type"]].format_map(error.get("ctx", {}))
@@ -82,17 +86,3 @@ def _message(error: Any, flags: Mapping[str, Any]) -> str:
         cause = f"it {cause}" if cause.startswith(("must ", "has ")) else cause
     colon = "" if shown or cause.startswith("must ") else ":"
     return f"{source}{shown}{colon} {cause}"
-
-
-def _source(name: str, flags: Mapping[str, Any]) -> str:
-    """What set a setting: its flag, its variable, or the file and its name there."""
-    if name in flags:
-        return flag_of(name)
-    if _in_environment(name) is not None:
-        return variable_of(name)
-    file = flags.get("config") or _in_environment("config")
-    return f"{file}: {name}" if file else name
-
-
-def _in_environment(name: str) -> str | None:
-    return next((value for variable, value in os.environ.items() if variable.upper() == variable_of(name)), None)

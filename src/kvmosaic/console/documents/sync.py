@@ -53,16 +53,9 @@ def is_gone(path: Path) -> bool:
     """Whether there is no such file; a folder that cannot be read now does not say that."""
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except (OSError, ValueError):
-        return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
-
-
-def hash_of(content: bytes) -> str:
-    """Returns the hash under which the server remembers the content of a file."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
@@ -76,7 +69,7 @@ def line_of(name: str, content: bytes, fields: Mapping[str, Any]) -> NamedLine:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidDocument("its name is not UTF-8; rename it") from None
-    about = {HASH: hash_of(content), **dict(fields.get("metadata", {}))}
+    about = {HASH: hashlib.sha256(content).hexdigest(), **dict(fields.get("metadata", {}))}
     values = {**document_of(name, content), **fields, "metadata": about}
     return NamedLine.of(name, values)
 
@@ -338,7 +331,7 @@ def _file_line(
     """The line to send for a file; None: it has not changed, or is refused."""
     try:
         content = read_file(path)
-        if known is not None and hash_of(content) == known:
+        if known is not None and hashlib.sha256(content).hexdigest() == known:
             counts.unchanged += 1
             return None
         return line_of(name, content, fields)
