@@ -88,6 +88,7 @@ COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact
         (RECORDS, {"companions": COMPANIONS}, "names", ""),
         (["The river Aller rises near Eggenstedt. " * 40, *RECORDS[:1] * 2], {}, "none", ""),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "full", "exact: documents are short, so they"),
+        ([f"{letter * 40} {number}." for number, letter in enumerate("abcdefg")], {}, "full", "documents are short"),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {"chunk_context": "system"}, "first(8)", ""),
     ],
 )
@@ -121,16 +122,6 @@ def test_where_each_run_of_names_takes_a_forward_documents_that_are_alike_are_re
 )
 def test_documents_are_short_together_or_on_average(lengths, is_short):
     assert are_short(lengths) == is_short
-
-
-def test_many_short_documents_are_read_in_full_and_there_is_no_advice_about_them():
-    with LLM(chatting_llama(), profile=False) as llm:
-        documents = [f"{letter * 40} {number}." for number, letter in enumerate("abcdefghij")]
-        messages, params = [{"role": "user", "content": "Where?"}], SamplingParams(temperature=0, max_tokens=4)
-        (output,) = llm.chat(messages, params, documents=documents)
-        lengths = [chunk.num_tokens for chunk in llm.compose(messages, documents=documents).chunks]
-        assert sum(lengths) > 256 and "documents are short, so they" in output.reuse.composition
-        assert llm.engine.placer.reads_in_full(lengths) and not llm.engine.placer.reads_in_full([300])
 
 
 def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_full_alone():
