@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvmosaic.console import folder as folders
-from kvmosaic.console.folder import document_of, find_files, read_folder
+from kvmosaic.console.folder import find_files, read_folder
 from kvmosaic.errors import InvalidDocument
 
 
@@ -25,11 +25,6 @@ def test_documents_are_text_files_sorted_by_name(tmp_path: Path, caplog: pytest.
     ]
     assert caplog.messages[0].startswith("left out: 'd.pdf' cannot be read") and len(caplog.messages) == 2
     assert caplog.messages[1].startswith("left out: 1 .png, 1 empty; read are .txt, ")
-
-
-def test_a_page_has_its_own_title() -> None:
-    page = b"<html><head><title>The ferry</title></head><body><p>It sails at nine.</p></body></html>"
-    assert document_of("docs/a.html", page) == {"id": "docs/a.html", "title": "The ferry", "text": "It sails at nine."}
 
 
 def test_a_folder_of_empty_files_says_so(tmp_path: Path) -> None:
