@@ -182,6 +182,12 @@ def test_without_the_extension_nothing_is_fused(monkeypatch) -> None:
     assert model.is_prepacked and not model.num_fused
 
 
+@packs
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_attention_with_a_gate_beside_its_queries_is_left_alone(family: str) -> None:
+    assert set(fused(family).num_fused) == ALL_KINDS - {"attention modules"}
+
+
 class Louder(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return 1.05 * super().forward(hidden_states)

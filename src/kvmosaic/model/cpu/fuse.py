@@ -114,9 +114,12 @@ def attention_form(module: nn.Module, arguments: Arguments, kernels: RowKernels)
         return None
     arguments = _with_hidden(arguments, hidden)
     expected = _attend(module, arguments)
-    if expected is None or expected[0].key.shape[1] * expected[0].key.shape[2] != parts["k_proj"].out_features:
+    if expected is None:
         return None
     call = expected[0]
+    widths = [each.shape[1:].numel() for each in (call.query, call.key)]
+    if widths != [parts[name].out_features for name in ("q_proj", "k_proj")]:
+        return None  # such as a gate beside the queries
     sinks = next((name for name, part in module._parameters.items() if part is call.sinks and part is not None), None)
     if (call.sinks is not None and sinks is None) or len(module._parameters) > (sinks is not None):
         return None
