@@ -8,6 +8,8 @@ from safetensors.torch import save_file
 from support.hybrid import composed_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvmosaic import LLM, SamplingParams
+from kvmosaic.eval.tasks import OneHop
 from training.evaluate import load_reader
 from training.export import export
 from training.model import Reader, ReaderConfig
@@ -17,7 +19,8 @@ from .test_model import batch_of, tokens
 
 pytestmark = pytest.mark.slow
 SMALL = ReaderConfig(hidden=64, layers=3, intermediate=96, delta_layers=(0, 1))
-TOKENIZER = Path(__file__).parents[2] / "release" / "causal-reader" / "tokenizer.json"
+RELEASE = Path(__file__).parents[2] / "release"
+TOKENIZER = RELEASE / "causal-reader" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +78,17 @@ def test_questions_do_not_see_each_other_and_padding_is_not_seen(reader: Reader)
         together = reader.logits(both)
         apart = [reader.logits(batch_of([system, document], each, "sequential")) for each in (one, other)]
     torch.testing.assert_close(together, torch.cat(apart), atol=1e-4, rtol=1e-4)
+
+
+def test_the_released_hybrid_answers_from_documents_whose_states_are_composed() -> None:
+    with LLM(RELEASE / "hybrid-reader", profile=False) as llm:
+        right = 0
+        for case in OneHop(4).cases(3, 12):
+            documents = [{"text": each.text, "title": each.title} for each in case.documents]
+            said = [{"role": "system", "content": case.system or ""}, {"role": "user", "content": case.question}]
+            params = SamplingParams(temperature=0, max_tokens=16, repair="none")
+            for order in (documents, documents[::-1]):
+                (output,) = llm.chat(said, params, documents=order)
+                right += output.outputs[0].text.strip() in case.answers
+            assert any(segment.action in ("moved", "reused") for segment in output.reuse.segments)
+    assert right >= 22
