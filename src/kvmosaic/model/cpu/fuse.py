@@ -113,12 +113,10 @@ def attention_form(module: nn.Module, arguments: Arguments, kernels: RowKernels)
     if any(not isinstance(fused_form(parts[name]), FusedNorm) for name in extra):
         return None
     arguments = _with_hidden(arguments, hidden)
-    expected = _attend(module, arguments)
-    if expected is None:
+    if (expected := _attend(module, arguments)) is None:
         return None
     call = expected[0]
-    widths = [each.shape[1:].numel() for each in (call.query, call.key)]
-    if widths != [parts[name].out_features for name in ("q_proj", "k_proj")]:
+    if [call.query[0].numel(), call.key[0].numel()] != [parts[name].out_features for name in ("q_proj", "k_proj")]:
         return None  # such as a gate beside the queries
     sinks = next((name for name, part in module._parameters.items() if part is call.sinks and part is not None), None)
     if (call.sinks is not None and sinks is None) or len(module._parameters) > (sinks is not None):
@@ -131,8 +129,7 @@ def attention_form(module: nn.Module, arguments: Arguments, kernels: RowKernels)
         x = arguments[0][0] if arguments[0] else arguments[1]["hidden_states"]
         if not _same(form.project(x, tables), (call.query, call.key, call.value)):
             continue
-        got = _attend(form, arguments)
-        return form if got is not None and _same_call(got, expected) else None
+        return form if (got := _attend(form, arguments)) is not None and _same_call(got, expected) else None
     return None
 
 
