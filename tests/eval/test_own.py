@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, InvalidDocument
 from kvmosaic.eval.case import draw_documents
-from kvmosaic.eval.cases import gather, own_cases, own_questions
+from kvmosaic.eval.cases import Library, gather, own_cases, own_questions
 from kvmosaic.eval.loaders import load
+from kvmosaic.prompt import Document
 from kvmosaic.tuned_settings import read_profile
 
 TEXTS = {
@@ -92,6 +93,12 @@ def test_answers_documents_and_ids_are_taken_where_they_are_known(folder: Path, 
     (case,) = own_cases(folder, written(tmp_path / "asked.jsonl", line))
     assert (case.id, case.answers, case.metric) == ("7", ("The tower's", "tower"), "contains_any")
     assert [document.id for document in case.documents] == ["mill.txt", "tower.txt"] and case.needs == (0, 1)
+
+
+def test_a_document_is_named_with_or_without_its_ending_where_only_one_is_meant() -> None:
+    library = Library([Document("text", id=name) for name in ("sub/a.md", "a.md", "x.md", "x.txt")])
+    numbers = [library.number_of(name) for name in ("sub/a", "sub/a.md", "a", "x.txt", "x")]
+    assert numbers == [0, 0, 1, 3, None]
 
 
 @pytest.mark.parametrize(

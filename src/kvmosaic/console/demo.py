@@ -121,8 +121,7 @@ def run_demo(
     from kvmosaic.sampling import SamplingParams
 
     console, notices = console or Console(), Console(stderr=True)
-    named = [(Path(document["id"]).stem, document["text"]) for document in read_folder(folder)]
-    documents = {name: {"id": name, "text": text} for name, text in named}
+    documents = {(name := Path(each["id"]).stem): {"id": name, "text": each["text"]} for each in read_folder(folder)}
     params = SamplingParams(temperature=0, max_tokens=32)
     with closing(open_llm(opening, notices)) as llm, closing(without_cache(llm)) as cold_llm:
         console.print(Text(demo_heading(opening, documents) + "\n", style="dim"))

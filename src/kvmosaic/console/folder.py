@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -75,21 +76,21 @@ def find_files(folder: Path, pattern: str | None = None, most: int | None = None
     if not folder.is_dir():
         raise InvalidDocument(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}; give a folder")
     readable, empty, skipped = dict[str, Path](), dict[str, Path](), Counter[str]()
-    found = {path.relative_to(folder).as_posix(): path for path in _matching(folder, pattern or "**/*")}
-    for name, path in sorted(found.items()):
-        if not path.is_file():
-            continue
+    found = (path for path in _matching(folder, pattern or "**/*") if path.is_file())
+    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in found):
+        num_bytes = 1
+        with suppress(OSError):  # why it cannot be read is said where it is
+            num_bytes = path.stat().st_size
         if not pattern and not is_readable(name):
             skipped[suffix_of(name) or "without a suffix"] += 1
-        elif path.stat().st_size:
+        elif num_bytes:
             readable[name] = path
         else:
             empty[name] = path
             skipped["empty"] += 1
     if not readable and not empty:
         what = f"that matches {pattern!r:.100}" if pattern else f"that can be read; suffixes: {', '.join(SUFFIXES)}"
-        told = "".join(f"; there are {each}" for each in skipped_kinds(skipped)[:1])
-        raise InvalidDocument(f"{folder} has no file {what}{told}")
+        raise InvalidDocument(f"{folder} has no file {what}")
     if len(readable) > most:
         raise InvalidDocument(f"{folder} has {len(readable)} documents; at most {most} are read, use a smaller folder")
     return FolderFiles(readable, empty, dict(skipped))

@@ -217,8 +217,8 @@ class Placer:
         is_default = repair is None and self._has_default
         if is_default:
             lengths = [len(ids) for ids in layout.chunk_token_ids]
-            is_open = context is None and not likeness and not _is_exact(layout)
-            is_short = is_open and self.reads_in_full(lengths, layout.chunk_context)
+            is_open = context is None and not likeness
+            is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
             suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
             policy = next(suited, NoRepair())

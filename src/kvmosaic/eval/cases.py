@@ -38,10 +38,10 @@ class Library:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = tuple(documents)
-        ids = [document.id or "" for document in self.documents]
-        stems = Counter(Path(each).stem for each in ids)
-        names = {Path(each).stem: number for number, each in enumerate(ids) if stems[Path(each).stem] == 1}
-        self._numbers = names | {each: number for number, each in enumerate(ids)}
+        names = [(each.id or "").removesuffix(Path(each.id or "").suffix) for each in self.documents]
+        told = Counter(names)
+        self._numbers = {name: number for number, name in enumerate(names) if told[name] == 1}
+        self._numbers |= {each.id or "": number for number, each in enumerate(self.documents)}
         self._words = [frozenset(_words(document.text)) for document in self.documents]
         self._counts = Counter(word for words in self._words for word in words)
 
