@@ -72,7 +72,7 @@ class Reader:
         folder = path.parent if where else path
         self.device = torch.device(device)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
-        self.model = model.to(self.device).eval()
+        self.model = model.to(self.device).eval().requires_grad_(False)
         self.batch_tokens = batch_tokens
         ends = self.model.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
@@ -135,7 +135,7 @@ class Reader:
         turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
         return torch.stack([(keys * cos + turned * sin).to(states.dtype), states[:, 1]], 1)
 
-    def forward(self, composed: Composed, cache: DynamicCache, rows: Sequence[Ids], is_read: Tensor) -> Tensor:
+    def _forward(self, composed: Composed, cache: DynamicCache, rows: Sequence[Ids], is_read: Tensor) -> Tensor:
         """Hidden states [B, Q, width] of rows after a cache; `is_read` [B, Q, keys] says what a token may read."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
         positions = composed.starts[:, None] + torch.arange(ids.shape[1], device=self.device)
@@ -174,14 +174,16 @@ class Reader:
         states = torch.stack([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
         return replace(composed, states=states, is_read=torch.cat([kept, is_new], 1))
 
-    @torch.inference_mode()
     def distributions(self, composed: Composed, readings: Sequence[Reading], answers: Sequence[Ids]) -> list[Tensor]:
-        """Log probabilities [T, V] before each token of an answer to each reading's question."""
+        """Log probabilities [T, V] before each token of an answer to each reading's question.
+
+        Gradients pass through what was composed, if it has any.
+        """
         rows = [(*reading.question, *answer[:-1]) for reading, answer in zip(readings, answers, strict=True)]
         longest = max(map(len, rows))
         causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()
         old = composed.is_read[:, None].expand(-1, longest, -1)
-        hidden = self.forward(composed, composed.cache(), rows, torch.cat([old, causal.expand(len(rows), -1, -1)], -1))
+        hidden = self._forward(composed, composed.cache(), rows, torch.cat([old, causal.expand(len(rows), -1, -1)], -1))
         parts = [
             hidden[number, len(reading.question) - 1 : len(row)]
             for number, (reading, row) in enumerate(zip(readings, rows, strict=True))
@@ -198,7 +200,7 @@ class Reader:
         old = composed.is_read[:, None].expand(-1, longest, -1)
         cache = composed.cache()
         rows = [reading.question for reading in readings]
-        hidden = self.forward(composed, cache, rows, torch.cat([old, causal.expand(count, -1, -1)], -1))
+        hidden = self._forward(composed, cache, rows, torch.cat([old, causal.expand(count, -1, -1)], -1))
         is_read = torch.cat([composed.is_read, torch.arange(longest, device=device) < lengths[:, None]], 1)
         last = hidden[torch.arange(count, device=device), lengths - 1]
         said: list[list[int]] = [[] for _ in rows]

@@ -49,7 +49,6 @@ class Learner:
 
     def __init__(self, reader: Reader, tokens: Tokens, ids: Ids) -> None:
         self.reader, self.tokens, self.model = reader, tokens, reader.model.model
-        self.model.requires_grad_(False)
         self.soft = self._embedded(ids).float().requires_grad_()
 
     def _embedded(self, ids: Ids) -> Tensor:
@@ -66,15 +65,8 @@ class Learner:
     def distributions(self, asked: list[Asked], answers: list[Ids]) -> list[Tensor]:
         """Log probabilities where all documents but the first were computed after the embeddings."""
         readings = [self.tokens.reading(each, WAYS["none"]) for each in asked]
-        composed = self._composed(readings[0])
-        rows = [(*reading.question, *answer[:-1]) for reading, answer in zip(readings, answers, strict=True)]
-        found = []
-        for reading, row in zip(readings, rows, strict=True):
-            old = composed.is_read[:, None].expand(-1, len(row), -1)
-            mask = torch.cat([old, torch.ones(1, len(row), len(row), dtype=torch.bool).tril()], -1)
-            hidden = self.reader.forward(composed, composed.cache(), [row], mask)
-            found.append(self.reader.model.lm_head(hidden[0, len(reading.question) - 1 :]).float().log_softmax(-1))
-        return found
+        composed = self._composed(readings[0]).rows([0] * len(readings))
+        return self.reader.distributions(composed, readings, answers)
 
     def _composed(self, reading: Reading) -> Composed:
         first = self.reader.compose([replace(reading, documents=reading.documents[:1])])
@@ -104,7 +96,7 @@ class Learner:
             answers, wanted = self.taught(asked)
             with torch.no_grad():
                 found = {"learned": self.distributions(asked, answers)}
-            turned = [replace(each, case=replace(each.case, documents=_turned(each.case.documents))) for each in asked]
+            turned = [replace(each, case=each.case.turned()) for each in asked]
             others = {name: [self.tokens.reading(each, WAYS[name]) for each in asked] for name in SHOWN}
             others["the first document last"] = [self.tokens.reading(each, None) for each in turned]
             for name, readings in others.items():
@@ -124,10 +116,6 @@ class Learner:
         loss = (expected.exp() * (expected - rows)).sum(-1).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
-
-
-def _turned(documents: tuple[Document, ...]) -> tuple[Document, ...]:
-    return (*documents[1:], documents[0])
 
 
 def main() -> None:
