@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvmosaic.attention import AttentionBackend
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import EngineModel, StepRunner
+    from kvmosaic.entries.header import StateShape
     from kvmosaic.llama.model import LlamaModel
     from kvmosaic.model import LoadedModel
 
@@ -392,6 +393,9 @@ def build_engine(
     if model.state_bytes:
         max_states = _states_within(request_bytes, model.state_bytes, _TURN_TOKENS * model.bytes_per_token())
         request_bytes -= max_states * model.state_bytes
+    repaired_tokens = config.repaired_tokens if model.map_bytes else 0
+    num_maps = 2 if repaired_tokens else 1  # of a whole document, and of what is never repaired
+    fingerprint = f"{model.fingerprint} after {repaired_tokens}" if repaired_tokens else model.fingerprint
     request_blocks = blocks_within(request_bytes, bytes_per_block, "request_cache_size")
     engine = engine_named(model.engine_name)
     if engine.max_cells is not None:
@@ -400,28 +404,30 @@ def build_engine(
     if has_chunk_cache:
         capacity = _chunk_capacity(model, config, request_blocks * bytes_per_block)
         if model.map_bytes:
-            most = _states_within(capacity, model.map_bytes, _DOCUMENT_TOKENS * model.bytes_per_token())
+            map_bytes = model.map_bytes * num_maps
+            most = _states_within(capacity, map_bytes, _DOCUMENT_TOKENS * model.bytes_per_token())
             config = replace(config, max_chunks=min(config.max_chunks, most))
-            capacity -= config.max_chunks * model.map_bytes
+            capacity -= config.max_chunks * map_bytes
         chunk_blocks = blocks_within(capacity, bytes_per_block, "the chunk cache's capacity")
     num_blocks: dict[PoolName, int] = {"request": request_blocks, "chunk_cache": chunk_blocks}
     num_tokens = sum(num_blocks.values()) * config.block_size + engine.working_cells(num_blocks, config.block_size)
     check_fits(num_tokens * model.bytes_per_token(), model.device)
     kv_cache = KVCache(
-        model.fingerprint,
+        fingerprint,
         config,
         request_blocks=request_blocks,
         chunk_blocks=chunk_blocks,
         prefix_caching=engine_config.enable_prefix_caching,
         bytes_per_block=bytes_per_block,
         max_states=max_states,
+        repaired_tokens=repaired_tokens,
     )
     runner = engine.build_runner(model, num_blocks, config.block_size, engine_config, backend)
     offloader = None
     if tier_config is not None and tier_config.chunk_tier and has_chunk_cache:
         if tier_config.chunk_codec != "none" and (reason := engine.no_codec_reason):
             raise InvalidConfig(f"chunk_codec={tier_config.chunk_codec!r} rounds numbers, and {reason}")
-        offloader = _build_offloader(runner, model, kv_cache, tier_config)
+        offloader = _build_offloader(runner, model, kv_cache, tier_config, model.map_shapes * num_maps)
     return Engine(runner, kv_cache, config, engine_config, offloader=offloader)
 
 
@@ -508,14 +514,16 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _build_offloader(runner: StepRunner, model: AnyModel, kv_cache: KVCache, config: TierConfig) -> ChunkOffloader:
+def _build_offloader(
+    runner: StepRunner, model: AnyModel, kv_cache: KVCache, config: TierConfig, states: Sequence[StateShape]
+) -> ChunkOffloader:
     from kvmosaic.engine.chunk_entries import ChunkEntries
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.engine.model_runner import StateStorage
     from kvmosaic.memory import pinned_bytes
 
     storage = runner.storages["chunk_cache"]
-    entries = ChunkEntries(model.fingerprint, storage, config, model.map_shapes)
+    entries = ChunkEntries(kv_cache.fingerprint, storage, config, states)
     allocate = pinned_bytes if str(model.device).startswith("cuda") else None
     return ChunkOffloader(
         kv_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from kvmosaic.attention import RowStates, SpanRows
 from kvmosaic.cache.block_table import SavedState, StateProgress
 from kvmosaic.engine.self_check.whole import run_self_check
-from kvmosaic.errors import InvalidConfig, UnsupportedModel
+from kvmosaic.errors import InvalidConfig, InvalidRepair, UnsupportedModel
 from kvmosaic.layout import arrange
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel
@@ -119,7 +120,7 @@ def test_how_documents_change_a_memory_is_found() -> None:
     end: LayerState | None = None
     memory = layer.zero_memory(torch.device("cpu"))
     for text in texts:
-        _, kept = layer.run_with_map(text, None, end)
+        _, kept = layer.run_with_map(text, end)
         _, end = layer.run(text, None if end is None else end.repeated(1))
         memory = layer.applied(kept.gain, memory) + kept.offset
         assert end.memory is not None and (memory - end.memory).abs().max() <= 1e-12
@@ -159,7 +160,13 @@ def test_what_hybrid_models_cannot_do_is_refused_with_the_reason(tmp_path: Any) 
     with Float64():
         model = LoadedModel.from_module(build("lfm2"))
     assert "carries a state from token to token" in model.no_window_reason
-    assert "carries a state from token to token" in model.no_repair_reason
+    for setting, message in (
+        ({"repair": "names"}, r"use 'none', .* or start with repair='first\(8\)'"),
+        ({"repair": "first(4)"}, r"the first 8 tokens of documents are kept apart: use 'first\(8\)', "),
+    ):
+        engine = build_engine(model, repaired_tokens=8 if "4" in setting["repair"] else 0)
+        with pytest.raises(InvalidRepair, match=message):
+            answer(engine, random_prompt(), replace(GREEDY, **setting))
     with pytest.raises(InvalidConfig, match="lessons are composed by attention alone"):
         Trainer(model, None, AdaptSettings(), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfig, match=r"a state of this model takes .* give it \d+ MiB or more"):

@@ -12,7 +12,7 @@ from support.engines import GREEDY, answer, build_engine, dense_logits, evict_al
 from support.families import HYBRIDS, build
 from support.float64 import Float64
 from support.loaded import loaded_hybrid, random_prompt
-from support.parity import check_cold_and_warm, prompts, settings_of_a_run
+from support.parity import check_cold_and_warm, engine_of_a_run, prompts, settings_of_a_run
 from support.tiers import TroubledTier
 
 from kvmosaic import LLM, EngineConfig
@@ -66,6 +66,69 @@ def test_random_prompts_with_companions_equal_the_dense_forward(family, prompt, 
     check_cold_and_warm(
         loaded_hybrid(family), replace(prompt, companions=companions), **run | {"context": "companions"}
     )
+
+
+def check_first_tokens(model, prompt, count, **run):
+    """Repaired, cold and warm, and then without repair, what the dense forward gives."""
+    engine = engine_of_a_run(model, **run, blocks=(900, 700), repaired_tokens=count)
+    for repair in (f"first({count})", f"first({count})", "none"):
+        request, logits = answer(engine, prompt, replace(GREEDY, repair=repair))
+        expected = dense_logits(model, request.layout, token_ids(request))
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+    engine.check_invariants()
+
+
+def test_first_tokens_of_documents_follow_the_state_of_what_is_before_them():
+    prompt = Prompt.from_tokens([5, 6, 7], [[*range(20, 29)], [*range(40, 43)], [*range(50, 59)]], [3, 4])
+    run = {"strategy": "sequential", "context": "system", "block_size": 4, "budget": 7, "fragmented": False}
+    check_first_tokens(loaded_hybrid("minimax"), prompt, 4, **run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+@settings(max_examples=12)
+@given(prompt=prompts(), count=st.sampled_from([1, 3, 8]), run=st.fixed_dictionaries(settings_of_a_run))
+def test_random_prompts_with_repaired_first_tokens_equal_the_dense_forward(family, prompt, count, run):
+    check_first_tokens(loaded_hybrid(family), prompt, count, **run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+@settings(max_examples=6)
+@given(prompt=prompts(texts="nowhere"))
+def test_all_tokens_repaired_equal_ordinary_reading(family, prompt):
+    engine = build_engine(loaded_hybrid(family), position_strategy="sequential", repaired_tokens=1000)
+    _, logits = answer(engine, prompt, replace(GREEDY, repair="first(1000)"))
+    _, expected = answer(build_engine(loaded_hybrid(family)), prompt.joined())
+    torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_what_is_never_repaired_comes_back_from_a_tier_and_from_sleep(family):
+    model, tier, params = loaded_hybrid(family), TroubledTier(), replace(GREEDY, repair="first(3)")
+    for turn in range(2):  # the second engine is another process
+        engine = build_engine(model, repaired_tokens=3)
+        offloader = set_tier(engine, tier)
+        request, logits = answer(engine, asked([], [70, 71]), params)
+        expected = dense_logits(model, request.layout, token_ids(request))
+        assert (logits - expected).abs().max() <= 1e-9
+        assert all(bool(each.tier) == bool(turn) for each in request.reuse.segments[1:-1])
+        assert offloader.tiered_store.flush(60)
+        engine.sleep()
+        engine.wake()
+        answer(engine, asked([], [72]), params)
+        again, logits = answer(engine, asked([], [70, 71, 73]), params)
+        assert (logits - dense_logits(model, again.layout, token_ids(again))).abs().max() <= 1e-9
+
+
+def test_a_later_turn_finds_repaired_tokens_with_their_state():
+    engine, params = build_engine(loaded_hybrid("minimax"), repaired_tokens=3), replace(GREEDY, repair="first(3)")
+    first, _ = answer(engine, asked([], [70, 71, 72]), params)
+    history = [70, 71, 72, *token_ids(first), 80, 81]
+    second, logits = answer(engine, asked([], history), params)
+    assert second.reuse.repair.computed_tokens == 0 and num_computed(second) == 3
+    assert (logits - dense_logits(engine.runner.model, second.layout, token_ids(second))).abs().max() <= 1e-9
 
 
 def asked(tokens: list[int], question: list[int]) -> Prompt:

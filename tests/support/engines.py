@@ -26,6 +26,7 @@ from kvmosaic.model.runner import Runner
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import SamplingParams
 from kvmosaic.tiers import Tier, TieredStore
+from support.hybrid import RepairedStates
 from support.tiers import HandClock
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -55,6 +56,7 @@ def build_engine(
     prefix_caching: bool = True,
     engine_options: Mapping[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    repaired_tokens: int = 0,
     **chunk_options: Any,
 ) -> Engine:
     """An engine with small pools."""
@@ -68,6 +70,7 @@ def build_engine(
         chunk_blocks=chunk_blocks,
         prefix_caching=prefix_caching,
         max_states=request_blocks if model.state_layers else 0,
+        repaired_tokens=repaired_tokens,
         clock=clock,
     )
     sizes = {"request": request_blocks, "chunk_cache": chunk_blocks}
@@ -80,12 +83,13 @@ def build_engine(
 def set_tier(engine: Engine, tier: Tier, codec: CodecName = "none") -> ChunkOffloader:
     """Gives an unused engine a tier, from which it loads whatever is there."""
     model, runner = engine.runner.model, engine.runner
+    shapes = model.map_shapes * (1 + bool(engine.kv_cache.repaired_tokens))
     offloader = ChunkOffloader(
         engine.kv_cache,
         runner.storages["chunk_cache"],
         TieredStore([tier], max_pending_bytes=2**22, loading="always", clock=HandClock()),
         ChunkEntries(
-            model.fingerprint, runner.storages["chunk_cache"], TierConfig(chunk_codec=codec), model.map_shapes
+            model.fingerprint, runner.storages["chunk_cache"], TierConfig(chunk_codec=codec), shapes
         ),
         max_staged_bytes=2**22,
         states=runner if model.map_bytes else None,
@@ -152,10 +156,11 @@ def dense_logits(model: LoadedModel, layout: Layout, generated: Sequence[int]) -
     layout = replace(layout, spans=(*layout.spans[:-1], longer))
     written = dense(layout)
     count = len(written.token_ids)
+    states = DenseStates([layout]) if layout.repair is None else RepairedStates(layout)
     return model.forward(
         torch.from_numpy(written.token_ids).to(model.device),
         torch.from_numpy(written.positions).to(model.device),
         torch.arange(count - len(generated), count, device=model.device),
         DenseAttention(written, model.layers),
-        DenseStates([layout]) if model.state_layers else None,
+        states if model.state_layers else None,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvmosaic.layout import Layout
+from kvmosaic.model.states import LayerState, StateLayer
 from support.float64 import Float64
 
 
@@ -44,6 +45,57 @@ def oracle_logits(model: Any, layout: Layout) -> Tensor:
     parts = [list(span.token_ids) for span in layout.spans]
     system = [] if layout.spans[0].is_chunk else parts.pop(0)
     return composed_logits(model, system, parts[:-1], parts[-1], layout.last.start)
+
+
+class RepairedStates:
+    """The reference for layers with a state where a layout is repaired: everything is run again, without maps.
+
+    Repaired tokens follow the tokens before them; the rest of their chunk begins with the tail that it had when it was
+    computed. A text has the state that it had when it was computed, before documents were repaired.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
+        """See `Mixer`."""
+        spans, counts, repair = self.layout.spans, self.layout.repaired_chunks, self.layout.repair
+        parts = torch.split(hidden, [span.num_tokens for span in spans], dim=1)
+        starts: dict[int, LayerState | None] = {}
+        repaired: dict[int, Tensor] = {}
+        outputs = []
+
+        def follow(state: LayerState | None, rows: Tensor, own: LayerState | None, *, is_text: bool) -> LayerState:
+            begin = own
+            if state is not None and state.memory is not None and not is_text:
+                begin = LayerState({} if own is None else own.tails, state.memory)
+            return layer.run(rows, None if begin is None else begin.repeated(1))[1]
+
+        def after(indices: Sequence[int]) -> LayerState | None:
+            state = None
+            for index in indices:
+                rows, own, count = parts[index], starts[index], counts.get(index, 0)
+                if index in repaired:
+                    state = layer.run(repaired[index], None if state is None else state.repeated(1))[1]
+                    if count < rows.shape[1]:
+                        own = layer.run(rows[:, :count], None if own is None else own.repeated(1))[1]
+                        state = follow(state, rows[:, count:], own, is_text=False)
+                else:
+                    state = follow(state, rows, own, is_text=not spans[index].is_chunk)
+            return state
+
+        for number, (span, part) in enumerate(zip(spans, parts, strict=True)):
+            seen = sorted({view.span for view in span.views} - {repair})
+            if number != repair:
+                starts[number] = state = after(seen)
+                outputs.append(layer.run(part, None if state is None else state.repeated(1))[0])
+                continue
+            ends = (*span.parts[1:], span.num_tokens)
+            for chunk, first, last in zip(counts, span.parts, ends, strict=True):
+                state = after(sorted(view.span for view in self.layout.last.views if view.span < chunk))
+                repaired[chunk] = part[:, first:last]
+                outputs.append(layer.run(repaired[chunk], None if state is None else state.repeated(1))[0])
+        return torch.cat(outputs, dim=1)
 
 
 def _composed_logits(model: Any, system: Any, chunks: Any, question: Any, position: int) -> Tensor:

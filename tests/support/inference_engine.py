@@ -96,7 +96,7 @@ def capabilities_of(engine: Any) -> EngineCapabilities:
     missing = {
         Capability.MOVE_KEYS: "" if model.is_movable else model.immovable_reason,
         Capability.ROLLING_WINDOW: model.no_window_reason,
-        Capability.REPAIR: model.no_repair_reason,
+        Capability.REPAIR: model.no_repair_reason or model.state_text,
         Capability.STRUCTURED_OUTPUT: "" if model.tokenizer is not None else "this model has no tokenizer",
     }
     missing = {capability: reason for capability, reason in missing.items() if reason}

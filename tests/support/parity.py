@@ -52,7 +52,7 @@ settings_of_a_run = {
 
 
 def engine_of_a_run(
-    model, strategy, context, block_size, budget, fragmented, backend=None, blocks=(700, 700)
+    model, strategy, context, block_size, budget, fragmented, backend=None, blocks=(700, 700), **options
 ) -> Engine:
     """An engine as `settings_of_a_run` say."""
     engine = build_engine(
@@ -63,6 +63,7 @@ def engine_of_a_run(
         position_strategy=strategy,
         chunk_context=context,
         backend=backend,
+        **options,
     )
     if fragmented:
         fragment(engine)

@@ -220,11 +220,13 @@ class SavedState:
     It lives as long as something refers to it: a chunk, a prefix entry, a running sequence.
     """
 
-    __slots__ = ("__weakref__", "has_map", "value")
+    __slots__ = ("__weakref__", "has_map", "rest", "value")
 
-    def __init__(self, has_map: bool = False) -> None:
+    def __init__(self, has_map: bool = False, rest: SavedState | None = None) -> None:
         self.has_map = has_map
         """Whether it also holds what its span, a chunk, does to the state before it."""
+        self.rest = rest
+        """The same of its tokens after the first k, where those may be repaired."""
         self.value: Any = None
         """What the runner keeps here."""
 

@@ -49,6 +49,7 @@ class KVCache(TenantChunks):
         prefix_caching: bool = True,
         bytes_per_block: int = 1,
         max_states: int = 0,
+        repaired_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes empty pools and caches.
@@ -61,6 +62,8 @@ class KVCache(TenantChunks):
             prefix_caching: whether blocks outside chunks are cached for later requests.
             bytes_per_block: of all layers together, for quotas and usage.
             max_states: for a model with states, how many of them the prefix cache may hold; 0: the model has none.
+            repaired_tokens: for such a model, how many first tokens of a chunk may be repaired, so that what the rest
+                of it does to a state is kept, too.
             clock: monotonic seconds.
         """
         policy = choose(config.eviction)
@@ -73,6 +76,8 @@ class KVCache(TenantChunks):
         self._counters = Counters()
         self.has_states = max_states > 0
         """Whether the model has layers with a state."""
+        self.repaired_tokens = repaired_tokens if self.has_states else 0
+        """How many first tokens of chunks can be repaired, where the model has states."""
         self._prefix = PrefixCache(
             self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify, max_states=max_states
         )
@@ -196,7 +201,8 @@ class KVCache(TenantChunks):
         assert not allocation.is_released and not allocation.is_forgotten
         span = allocation.spans[span_index]
         assert 0 <= num_tokens <= span.num_tokens - span.num_computed, "no more tokens than there are"
-        progress = self._progress(span, num_tokens) if self.has_states else None
+        parts = allocation.layout.spans[span_index].parts
+        progress = self._progress(span, num_tokens, parts) if self.has_states else None
         if (chunk := span.chunk) is not None:
             assert span.is_owner and chunk.state is ChunkState.COMPUTING, "a chunk is computed by its owner, once"
             assert not chunk.lacks_start, "the chunk whose first blocks it shares is computed before"
@@ -216,15 +222,22 @@ class KVCache(TenantChunks):
                 span.give_states(self._prefix, states, self._step)
         return progress
 
-    def _progress(self, span: SpanAllocation, num_tokens: int) -> StateProgress:
-        """The states of the next tokens of a span: after the last one, and at the last border of a block before."""
-        before, size = span.state, self.request_pool.block_size
-        has_map = span.chunk is not None
-        saves = [(num_tokens, SavedState(has_map))]
-        border = span.num_computed + num_tokens
-        border -= border % size + span.num_computed
-        if not has_map and 0 < border < num_tokens:
-            saves.insert(0, (border, SavedState()))
+    def _progress(self, span: SpanAllocation, num_tokens: int, parts: Sequence[int]) -> StateProgress:
+        """The states of the next tokens of a span: after the last one, and where another one may continue.
+
+        That is at the last border of a block, and in front of each of the parts that repaired tokens have; in a chunk,
+        after the first tokens, that may be repaired.
+        """
+        before, first, last = span.state, span.num_computed, span.num_computed + num_tokens
+        if is_chunk := span.chunk is not None:
+            borders = {self.repaired_tokens, last}
+        else:
+            borders = {last - last % self.request_pool.block_size, *parts, last}
+        saves = []
+        for border in sorted(border for border in borders if first < border <= last):
+            has_rest = self.repaired_tokens and (border > self.repaired_tokens or border == span.num_tokens)
+            rest = SavedState(has_map=True) if is_chunk and has_rest else None
+            saves.append((border - first, SavedState(is_chunk, rest)))
         span.state = saves[-1][1]
         return StateProgress(before, tuple(saves))
 

@@ -85,6 +85,10 @@ class EngineModel(Protocol):
         """Why single tokens of a document cannot be computed again."""
 
     @property
+    def state_text(self) -> str:
+        """That it carries a state from token to token; empty where it does not."""
+
+    @property
     def repairs_run_by_run(self) -> bool:
         """Whether each run of repaired tokens takes a forward of its own: then names take longer than full reading."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ class Placer:
         self._max_in_full = min(room, max_positions or room)
         self._has_default = not config.says("repair")
         if not self._has_default:
-            check_model(self.repair, model)
+            check_model(self.repair, model, kv_cache.repaired_tokens)
 
     def place(
         self,
@@ -210,7 +211,7 @@ class Placer:
         if prompt.is_plain:
             policy = NoRepair()  # nothing to repair
         layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
-        has_window = window is not None
+        has_window, first = window is not None, self._kv_cache.repaired_tokens
         likeness = likeness_of(layout.chunk_token_ids, layout.companions)
         if likeness and _is_exact(layout):
             likeness = ""
@@ -220,15 +221,15 @@ class Placer:
             is_open = context is None and not likeness
             is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
             wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
-            suited = (each for each in wishes if not why_not_repaired(each, layout, self._model, has_window=has_window))
-            policy = next(suited, NoRepair())
+            why_not = partial(why_not_repaired, layout=layout, model=self._model, has_window=has_window, first=first)
+            policy = next((each for each in wishes if not why_not(each)), NoRepair())
         remarks = [MIXED_UP] if likeness == "apart" else []
         if likeness and isinstance(policy, Alike):
             remarks = [LATER_IN_FULL]
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
             prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
             remarks.append(CHOSEN_ORDER)
-        planned = repair_of(policy, layout, self._model, self._names, has_window=has_window)
+        planned = repair_of(policy, layout, self._model, self._names, has_window=has_window, first=first)
         if planned is not None:
             if not planned.is_full:
                 layout = planned.first_layout()

@@ -20,6 +20,7 @@ from kvmosaic.prompt.companions import like_one_before
 from kvmosaic.repair import (
     MEASURED,
     ChunkSignals,
+    FirstTokens,
     FullRepair,
     NameFinder,
     NoRepair,
@@ -185,7 +186,7 @@ class QuestionObserver:
 
 
 def repair_of(
-    policy: RepairPolicy, layout: Layout, model: EngineModel, names: NameFinder, *, has_window: bool
+    policy: RepairPolicy, layout: Layout, model: EngineModel, names: NameFinder, *, has_window: bool, first: int = 0
 ) -> RequestRepair | None:
     """Returns the repair of a request; None if there is nothing to repair.
 
@@ -194,13 +195,18 @@ def repair_of(
     """
     if isinstance(policy, NoRepair) or not any(span.is_chunk for span in layout.spans):
         return None
-    if reason := why_not_repaired(policy, layout, model, has_window=has_window):
+    if reason := why_not_repaired(policy, layout, model, has_window=has_window, first=first):
         raise InvalidRepair(reason)
     return RequestRepair(policy, layout, len(model.layers), names if "names" in policy.signals else None)
 
 
-def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool) -> str:
-    """Why a request cannot be repaired by this policy, and how to fix it; empty when it can."""
+def why_not_repaired(
+    policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool, first: int = 0
+) -> str:
+    """Why a request cannot be repaired by this policy, and how to fix it; empty when it can.
+
+    With states, only so many `first` tokens of every document can be.
+    """
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if has_window:
@@ -224,22 +230,30 @@ def why_not_repaired(policy: RepairPolicy, layout: Layout, model: EngineModel, *
         first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if span.is_chunk), (0,))
         if reason := model.why_unreadable(repaired(layout, first_tokens)):
             return f"repair={policy}: {reason}"
-    return _unsuited(policy, model)
+    return _unsuited(policy, model, first)
 
 
-def check_model(policy: RepairPolicy, model: EngineModel) -> None:
+def check_model(policy: RepairPolicy, model: EngineModel, first: int) -> None:
     """Raises InvalidRepair if a policy does not support a model."""
-    if reason := _unsuited(policy, model):
+    if reason := _unsuited(policy, model, first):
         raise InvalidRepair(reason)
 
 
-def _unsuited(policy: RepairPolicy, model: EngineModel) -> str:
+def _unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if (reason := model.no_repair_reason) and not isinstance(policy, Temperature):
         return (
             f"repair={policy} computes tokens that are not contiguous, and {reason}; "
             "use repair='none', 'full' or 'temperature(t, scale)'"
+        )
+    is_kept = first and policy == FirstTokens(first)
+    if model.state_text and not isinstance(policy, Temperature) and not is_kept:
+        kept = f"the first {first} tokens of documents are kept apart: use 'first({first})'," if first else "use"
+        wanted = policy if isinstance(policy, FirstTokens) else "first(8)"
+        return (
+            f"repair={policy} computes tokens of documents again, and {model.state_text}, which a document changes as a "
+            f"whole; {kept} 'none', 'full' or 'temperature(t, scale)', or start with repair='{wanted}'"
         )
     needed: frozenset[Signal] = MEASURED & policy.signals
     if "names" in policy.signals and model.tokenizer is None:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from kvmosaic.attention import AttentionObserver, Piece, PoolName, RowRules, RowStates, SpanRows
 from kvmosaic.cache import BlockTable
-from kvmosaic.cache.block_table import SavedState
+from kvmosaic.cache.block_table import SavedState, StateProgress
 from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
@@ -31,25 +31,47 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
     rows = [_rows(work.sequence, work.span, start, stop - start, work.num_logits) for start, stop in pairwise(cuts)]
     if work.states is None:
         return rows
-    assert len(rows) == 1, "tokens of models with states are not repaired one by one"
-    return [replace(rows[0], state=RowStates(work.states, _states_seen(work)))]
+    before, following = work.states.before, []
+    for (start, stop), each in zip(pairwise(cuts), rows, strict=True):
+        saves = tuple((first + count - start, state) for count, state in work.states.saves if start < first + count <= stop)
+        if start in parts:  # repaired tokens follow what is before their chunk
+            states = RowStates(StateProgress(None, saves), _states_seen(work, before, parts.index(start)))
+        else:
+            is_whole = before is not None and not before.has_map
+            states = RowStates(StateProgress(before, saves), () if is_whole else _states_seen(work, before))
+        following.append(replace(each, state=states))
+        before = saves[-1][1]
+    return following
 
 
-def _states_seen(work: ScheduledTokens) -> tuple[SavedState, ...]:
-    """The states of the spans that tokens follow, in prompt order; none, if they are in the state before them."""
-    allocation = work.sequence.allocation
-    assert allocation is not None and work.states is not None
-    before = work.states.before
-    if before is not None and not before.has_map:
-        return ()
-    spans = work.sequence.request.layout.spans
-    numbers = [view.span for view in spans[work.span].views]
-    states = []
+def _states_seen(work: ScheduledTokens, before: SavedState | None, part: int | None = None) -> tuple[SavedState, ...]:
+    """The states of the spans that tokens follow, in prompt order.
+
+    Args:
+        work: the tokens.
+        before: for repaired tokens, the state after those of the chunks before.
+        part: for repaired tokens, the number of their chunk among the repaired ones.
+    """
+    allocation, layout, index = work.sequence.allocation, work.sequence.request.layout, work.span
+    assert allocation is not None
+    repaired = layout.repaired_chunks if layout.repair is not None and index >= layout.repair else {}
+    views = layout.spans[index].views
+    if part is not None:
+        index, views = list(repaired)[part], layout.last.views
+    elif repaired and layout.repair is not None:
+        before = allocation.spans[layout.repair].state
+    numbers = [view.span for view in views if view.span < index and view.span != layout.repair]
+    states: list[SavedState | None] = []
     for place, number in enumerate(numbers):
-        span = allocation.spans[number]
-        if span.chunk is None:  # its state replaces all that is before it
-            assert [view.span for view in spans[number].views] == numbers[:place], "a text sees all before it"
-        states.append(span.state if span.chunk is None else span.chunk.saved_state)
+        chunk = allocation.spans[number].chunk
+        if chunk is None:  # its state replaces all that is before it
+            assert [view.span for view in layout.spans[number].views] == numbers[:place], "a text sees all before it"
+            states = [allocation.spans[number].state]
+        elif number not in repaired:
+            states.append(chunk.saved_state)
+        else:  # the state after its repaired tokens has seen all before it
+            kept = chunk.saved_state if repaired[number] < chunk.num_tokens else None
+            states = [before, kept.rest if kept is not None else None]
     return tuple(state for state in states if state is not None)
 
 

@@ -37,6 +37,7 @@ from kvmosaic.eval.rows import CaseResult, TaskRow, rows_of
 from kvmosaic.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.prompt import Prompt
+from kvmosaic.repair import FirstTokens, repair_policy
 
 MAX_CASES = 1_000_000
 Progress = Callable[[int, int], None]
@@ -126,7 +127,7 @@ class _Run:
         self._engines: dict[str, LLM] = {}
         for context in dict.fromkeys(way.context for way in ways):
             try:
-                self._engines[context] = _open(model, Variant(context=context), capacity)
+                self._engines[context] = _open(model, [way for way in ways if way.context == context], capacity)
             except NotMovable as error:
                 if context == FULL.context:
                     raise
@@ -221,10 +222,14 @@ class _Run:
                 self._notes.append(f"Left out: {way}, since {error}.")
 
 
-def _open(model: AnyModel, way: Variant, capacity: int | str) -> LLM:
+def _open(model: AnyModel, ways: Sequence[Variant], capacity: int | str) -> LLM:
+    """An engine for ways of one context; with states, it keeps them for the last first(k) among these."""
     config = ChunkCacheConfig(
-        chunk_cache_size=capacity, chunk_context=way.context, long_chunks="split", oversized_prompts="error"
+        chunk_cache_size=capacity, chunk_context=ways[0].context, long_chunks="split", oversized_prompts="error"
     )
+    first = [way.repair for way in ways if isinstance(repair_policy(way.repair), FirstTokens)]
+    if first and model.map_bytes:
+        config = replace(config, repair=first[-1])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the chunk cache is off")  # reported below
         engine_config = EngineConfig(request_cache_size=capacity)

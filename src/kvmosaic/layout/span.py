@@ -187,6 +187,12 @@ class Layout:
         return next((index for index, span in enumerate(self.spans) if span.is_repair), None)
 
     @property
+    def repaired_chunks(self) -> dict[int, int]:
+        """By span index, in prompt order, of the chunks with repaired tokens: how many these are."""
+        seen = {view.span: len(view.visibility.hidden) for view in self.last.views if view.visibility is not None}
+        return {index: count for index, count in seen.items() if count and self.spans[index].is_chunk}
+
+    @property
     def is_moved(self) -> bool:
         """Whether any key is used at another position than the one it was computed at."""
         return any(view.distance for span in self.spans for view in span.views)

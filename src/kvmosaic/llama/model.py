@@ -72,7 +72,7 @@ class LlamaModel:
     engine_name = "llama.cpp"
     max_forward_tokens = None
     frequency_note = ""
-    no_repair_reason = ""
+    no_repair_reason = state_text = ""
     repairs_run_by_run = True
     has_bias = False
     state_bytes = map_bytes = 0

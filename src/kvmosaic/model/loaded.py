@@ -191,7 +191,7 @@ class LoadedModel:
     def no_window_reason(self) -> str:
         """Why a text cannot have a rolling window, which moves its tokens; empty when it can."""
         if self.state_layers:
-            return f"{self._state_text}, from which single tokens cannot be taken away again"
+            return f"{self.state_text}, from which single tokens cannot be taken away again"
         if self.has_indexers:
             return "this model chooses the keys that it reads, and a rolling window is only for models that read all"
         if not self.is_movable or (chunked := self._chunked_layer) is None:
@@ -202,8 +202,10 @@ class LoadedModel:
         )
 
     @property
-    def _state_text(self) -> str:
-        return f"layer {self.state_layers[0].index} of this model carries a state from token to token"
+    def state_text(self) -> str:
+        """That it carries a state from token to token; empty where it does not."""
+        layers = self.state_layers
+        return f"layer {layers[0].index} of this model carries a state from token to token" if layers else ""
 
     @property
     def _chunked_layer(self) -> LayerSpec | None:
@@ -214,8 +216,6 @@ class LoadedModel:
     @property
     def no_repair_reason(self) -> str:
         """Why single tokens of a document cannot be computed again; empty when they can."""
-        if self.state_layers:
-            return f"{self._state_text}, which a document changes as a whole"
         biased = next((layer for layer in self.layers if layer.bias is not None), None)
         if biased is None:
             return ""

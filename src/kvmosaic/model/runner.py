@@ -144,12 +144,16 @@ class Runner:
 
     def read_state(self, state: SavedState) -> list[Tensor]:
         """What is kept of a document's states, on the CPU; nothing changes these tensors."""
-        return [tensor.to("cpu") for part in state.value for tensor in part.tensors()]
+        parts = [*state.value, *(state.rest.value if state.rest is not None else ())]
+        return [tensor.to("cpu") for part in parts for tensor in part.tensors()]
 
     def write_state(self, tensors: Iterable[Tensor]) -> SavedState:
         """Copies a result of `read_state` to the device."""
-        copies, state = iter([tensor.to(self.model.device, copy=True) for tensor in tensors]), SavedState(has_map=True)
+        copies = iter([tensor.to(self.model.device, copy=True) for tensor in tensors])
+        state = SavedState(has_map=True)
         state.value = [layer.map_of(copies) for layer in self.model.state_layers]
+        if rest := list(copies):
+            state.rest = self.write_state(rest)
         self._saved_states.add(state)
         return state
 

@@ -226,16 +226,15 @@ class StateLayer:
             return torch.cat(outputs, dim=1), state
         return self._call(hidden, state)
 
-    def run_with_map(self, hidden: Tensor, before: SpanState | None, state: LayerState | None) -> tuple[Tensor, Any]:
-        """Continues a span, and finds what its tokens do to a memory.
+    def run_with_map(self, hidden: Tensor, state: LayerState | None) -> tuple[Tensor, SpanState]:
+        """Continues from a state, and finds what these tokens do to a memory.
 
         Args:
             hidden: [1, T, H].
-            before: what was kept of the span's earlier tokens; None: there are none.
             state: where it continues; None: nothing came before.
 
         Returns:
-            [1, T, H], and the `SpanState` after the last token.
+            [1, T, H], and what is kept of them.
         """
         assert self.empty is not None, "the layer was tried"
         if self.kind is None:
@@ -254,10 +253,15 @@ class StateLayer:
         assert ends.memory is not None and after.memory is not None
         gain = self._assembled((ends.memory[1:] - after.memory) / scale)
         offset = after.memory - self.applied(gain, memory)
-        if before is not None and before.gain is not None and before.offset is not None:
-            offset = self.applied(gain, before.offset) + offset
-            gain = self.applied(gain, before.gain)
         return outputs[:1], SpanState(LayerState(after.tails, None), gain, offset)
+
+    def joined(self, before: SpanState | None, after: SpanState) -> SpanState:
+        """What is kept of a run of tokens, of what is kept of its two parts."""
+        if before is None or before.gain is None or before.offset is None:
+            return after
+        assert after.gain is not None and after.offset is not None, "parts of one run"
+        offset = self.applied(after.gain, before.offset) + after.offset
+        return SpanState(after.state, self.applied(after.gain, before.gain), offset)
 
     def map_of(self, tensors: Iterator[Tensor]) -> SpanState:
         """What is kept of one document, of the next ones of these tensors."""
@@ -481,8 +485,8 @@ def _tried(layer: StateLayer, inputs: Tensor) -> Iterator[tuple[float, SpanState
     for token in torch.split(inputs, 1, dim=1)[:_TRIED_TOKENS]:
         assert layer.empty is not None
         wanted = layer.run(token, LayerState(layer.empty.tails, memory).repeated(1))[1].memory
-        _, found = layer.run_with_map(token, None, LayerState(layer.empty.tails, empty))
-        assert wanted is not None
+        _, found = layer.run_with_map(token, LayerState(layer.empty.tails, empty))
+        assert wanted is not None and found.gain is not None and found.offset is not None
         yield _apart(layer.applied(found.gain, memory) + found.offset, wanted), found
 
 

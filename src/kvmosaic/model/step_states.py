@@ -36,8 +36,9 @@ class StepStates:
         """Layers called so far."""
         self._num_layers = num_layers
         self._levels = _levels(spans)
+        made = (state for level in self._levels for rows in level for _, state in rows.progress.saves)
         self._new: dict[SavedState, list[SpanState]] = {
-            state: [] for level in self._levels for rows in level for _, state in rows.progress.saves
+            part: [] for state in made for part in (state, state.rest) if part is not None
         }
 
     def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
@@ -77,13 +78,16 @@ class StepStates:
         for count, saved in rows.progress.saves:
             part = slice(first, rows.first + count)
             if saved.has_map:
-                earlier = None if before is None else self._of(before, layer)
-                output[:, part], kept = layer.run_with_map(hidden[:, part], earlier, state)
+                output[:, part], kept = layer.run_with_map(hidden[:, part], state)
+                state = composed(layer, [kept] if state is None else [SpanState(state), kept])
+                for own, earlier in ((saved, before), (saved.rest, before.rest if before else None)):
+                    if own is not None:
+                        known = None if earlier is None else self._of(earlier, layer)
+                        self._new[own].append(layer.joined(known, kept))
             else:
-                output[:, part], after = layer.run(hidden[:, part], None if state is None else state.repeated(1))
-                kept = SpanState(after)
-            self._new[saved].append(kept)
-            state, first = kept.state, part.stop
+                output[:, part], state = layer.run(hidden[:, part], None if state is None else state.repeated(1))
+                self._new[saved].append(SpanState(state))
+            before, first = saved, part.stop
 
     def _run_together(
         self, layer: StateLayer, hidden: Tensor, output: Tensor, single: Sequence[tuple[_Rows, LayerState]]
