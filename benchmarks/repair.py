@@ -41,7 +41,6 @@ POLICIES = (
     "deviation(0.15)",
     "combined(0.15)",
     "query(0.5)",
-    "temperature(0.9, 0.8)",
     "full",
 )
 

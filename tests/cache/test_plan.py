@@ -6,7 +6,7 @@ import pytest
 from cache.world import compute_all, layout_of, make_kv_cache, plain, state_of, warm_up, warmed
 
 from kvmosaic.cache import Key, KeyChain
-from kvmosaic.layout import SoftmaxWeight, repaired
+from kvmosaic.layout import repaired
 
 SYSTEM, DOC_A, DOC_B, QUESTION = [1] * 6, [2] * 5, [3] * 9, [4, 5, 6]
 
@@ -131,19 +131,16 @@ def test_a_question_behind_the_same_chunks_in_another_order_reuses_its_own_block
 def test_whatever_a_span_saw_and_however_is_in_its_root():
     one, other = [10, 11, 12, 13], [20, 21, 22, 23]
     asked = layout_of(SYSTEM, [one, other], [5, 6], strategy="sequential")
-    weights = (SoftmaxWeight(0.5), SoftmaxWeight(1.0, 0.5))
     chosen = ({1: (0,)}, {1: (1,)}, {2: (0,)}, {2: (0, 1)}, {1: (0,), 2: (0,)})
     layouts = [
         asked,
         layout_of(SYSTEM, [other, one], [5, 6], strategy="sequential"),
         *(repaired(asked, tokens) for tokens in chosen),
-        *(repaired(asked, {}, weight) for weight in weights),
-        *(repaired(asked, {1: (0,)}, weight) for weight in weights),
     ]
     roots = [kv_cache.plan(layout).spans[-1].root for kv_cache in [make_kv_cache()] for layout in layouts]
     assert len(set(roots)) == len(layouts)
     repairs = [make_kv_cache().plan(layout).spans[layout.repair].root for layout in layouts if layout.repair]
-    assert len(set(repairs)) == len(chosen), "weights are the question's"
+    assert len(set(repairs)) == len(chosen)
 
 
 def test_a_chunk_that_sees_another_one_is_reused_only_where_it_sees_it():

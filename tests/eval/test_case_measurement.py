@@ -27,7 +27,6 @@ WAYS = (
     Variant("shared"),
     Variant(repair="first(4)"),
     Variant(repair="query(0.3)"),
-    Variant(repair="temperature(0.7, 2)"),
 )
 
 
@@ -38,7 +37,7 @@ def reader() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def llm(reader: LoadedModel):
-    made = _open(reader, FULL, "64MiB")
+    made = _open(reader, [FULL], "64MiB")
     yield made
     made.close()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.layout import SoftmaxWeight, View, Visibility, arrange, dense, exact_spans, repaired
+from kvmosaic.layout import View, Visibility, arrange, dense, exact_spans, repaired
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 
 PROMPT = Prompt.from_tokens([1, 2, 3], [[4, 5], [6, 7, 8]], [9, 10])
@@ -106,11 +106,9 @@ def test_repaired_tokens_and_question_see_what_causal_reading_sees_each_token_on
 @given(st.data())
 def test_the_cached_spans_stay_as_they_were(data):
     layout = data.draw(layouts())
-    after = repaired(layout, choices(data.draw, layout), SoftmaxWeight(2.0, 0.5))
+    after = repaired(layout, choices(data.draw, layout))
     assert after.spans[: len(layout.spans) - 1] == layout.spans[:-1]
     assert after.last.segment == layout.last.segment and after.last.start == layout.last.start
-    weighed = [(view.visibility or Visibility()).weight == SoftmaxWeight(2.0, 0.5) for view in after.last.views]
-    assert weighed == [after.spans[view.span].segment.kind is SegmentKind.CHUNK for view in after.last.views]
 
 
 @given(layouts())
@@ -168,15 +166,9 @@ def test_tokens_of_several_chunks_see_different_parts():
     )
 
 
-def test_without_chosen_tokens_only_weights_change():
+def test_without_chosen_tokens_nothing_changes():
     layout = arrange(PROMPT, "shared")
     assert repaired(layout, {1: (), 2: ()}) == layout
-    weighed = repaired(layout, {}, SoftmaxWeight(0.5))
-    assert [(view.visibility or Visibility()).weight.factor for view in weighed.last.views] == [
-        1,
-        0.5,
-        0.5,
-    ] and weighed.repair is None
 
 
 def test_a_layout_is_repaired_once():

@@ -193,7 +193,7 @@ def test_what_llama_cpp_cannot_do_is_refused_with_its_reason() -> None:
     prompt = Prompt.from_tokens([2, 3], documents(1, 2), QUESTION)
     with pytest.raises(NotMovable, match="one position per token"):
         engine.add_request(prompt, params(window_tokens=64, sink_tokens=4))
-    for policy in ("query(0.1)", "deviation(0.1)", "temperature(0.8)"):
+    for policy in ("query(0.1)", "deviation(0.1)"):
         with pytest.raises(InvalidRepair, match="does not give its attention"):
             engine.add_request(prompt, params(repair=policy))
     ask(engine, prompt, params(repair="first(4)"), position_strategy="sequential")

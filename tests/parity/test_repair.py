@@ -22,7 +22,7 @@ from kvmosaic.sampling import SamplingParams
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 """Full attention; windows with two rotations; latent attention; windows with sinks."""
-POLICIES = ("first(3)", "deviation(0.3)", "query(0.3)", "combined(0.4)", "temperature(0.7, 0.5)", "query(1)")
+POLICIES = ("first(3)", "deviation(0.3)", "query(0.3)", "combined(0.4)", "query(1)")
 BACKENDS: list[AttentionBackend] = [TorchBackend(), *([NativeBackend()] if LIBRARY.exists() else [])]
 
 

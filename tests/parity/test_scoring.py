@@ -19,7 +19,7 @@ from kvmosaic.prompt import Prompt
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "gpt_oss")
 """Full attention; windows with two rotations; latent attention; windows with sinks."""
-POLICIES = (None, "first(3)", "deviation(0.3)", "query(0.3)", "combined(0.4)", "temperature(0.7, 0.5)", "full")
+POLICIES = (None, "first(3)", "deviation(0.3)", "query(0.3)", "combined(0.4)", "full")
 CONTINUATIONS = st.lists(st.integers(3, 99), min_size=1, max_size=9)
 
 

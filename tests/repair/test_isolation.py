@@ -33,7 +33,6 @@ POLICIES = (
     "deviation(0.3)",
     "query(0.3)",
     "combined(0.3)",
-    "temperature(0.7, 2)",
     "full",
 )
 ROOMY = (400, 200)

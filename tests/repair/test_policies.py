@@ -21,7 +21,6 @@ from kvmosaic.repair import (
     Names,
     NoRepair,
     QueryAttention,
-    Temperature,
     budget_of,
     checked_choice,
     repair_policy,
@@ -29,14 +28,12 @@ from kvmosaic.repair import (
 from kvmosaic.sampling import SamplingParams
 
 FRACTIONS = st.floats(0.001, 1, allow_subnormal=False)
-NUMBERS = st.floats(0.01, 100, allow_subnormal=False)
 POLICIES = st.one_of(
     st.sampled_from([NoRepair(), FullRepair(), Names(), Alike()]),
     st.builds(FirstTokens, st.integers(1, 2**20)),
     st.builds(KeyDeviation, FRACTIONS),
     st.builds(QueryAttention, FRACTIONS),
     st.builds(Combined, FRACTIONS),
-    st.builds(Temperature, NUMBERS, NUMBERS),
 )
 
 
@@ -139,8 +136,6 @@ def test_the_text_of_a_policy_is_read_back_as_the_same_policy(policy):
         ("deviation( 0.2 )", KeyDeviation(0.2)),
         ("query(1)", QueryAttention(1)),
         ("combined(5e-2)", Combined(0.05)),
-        ("temperature(0.9)", Temperature(0.9)),
-        ("temperature(0.9,0.8)", Temperature(0.9, 0.8)),
     ],
 )
 def test_forms_are_read(text, policy):
@@ -167,9 +162,6 @@ def test_forms_are_read(text, policy):
         ("first(0)", "1 to 1048576 tokens of each chunk, got 0"),
         ("first(1.5)", "got 1.5"),
         ("first(99999999999)", "got 99999999999"),
-        ("temperature(0, 1)", "t=0; use a number from 0.01 to 100"),
-        ("temperature(1, 0)", "scale=0; use a number from 1e-06 to 1e\\+06"),
-        ("temperature(1, nan)", "scale=nan"),
         (0.15, "must be one of none, .*got 0.15"),
         (FirstTokens, "must be one of none"),
         (object(), "must be one of none"),
@@ -189,8 +181,6 @@ def test_what_cannot_be_read_is_told_with_the_value_and_a_way_out(wrong, message
         (QueryAttention, True),
         (QueryAttention, "0.1"),
         (KeyDeviation, None),
-        (Temperature, True),
-        (Temperature, "hot"),
     ],
 )
 def test_numbers_of_other_kinds_are_refused(kind, wrong):

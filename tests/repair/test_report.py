@@ -13,7 +13,7 @@ from kvmosaic.prompt import Prompt
 SYSTEM, QUESTION = [3, 4, 5], [90, 91, 92]
 DOCUMENTS = [list(range(20, 33)), list(range(40, 49)), list(range(60, 75))]
 PROMPT = Prompt.from_tokens(SYSTEM, DOCUMENTS, QUESTION)
-REPAIRS = ("first(2)", "deviation(0.3)", "query(0.3)", "combined(0.3)", "temperature(0.7, 2)")
+REPAIRS = ("first(2)", "deviation(0.3)", "query(0.3)", "combined(0.3)")
 MEASURED = ("deviation(0.3)", "query(0.3)", "combined(0.3)")
 NUM_DOCUMENT_TOKENS = 13 + 9 + 15
 

@@ -115,13 +115,12 @@ def test_in_two_layers_measuring_keys_costs_more_than_repairing():
     assert num_counted > 3 * 0.15
 
 
-@pytest.mark.parametrize("repair", ["none", "temperature(0.9, 0.8)"])
-def test_what_repairs_nothing_costs_nothing(repair):
+def test_what_repairs_nothing_costs_nothing():
     loaded = model(2)
     engine = build_engine(loaded, blocks=(200, 200), block_size=16, max_batched_tokens=1024)
     engine.run([engine.add_warm_up(prompt())])
     with counted(loaded) as counts:
-        engine.run([engine.add_request(prompt(), replace(ONE, repair=repair))])
+        engine.run([engine.add_request(prompt(), replace(ONE, repair="none"))])
     assert sum(counts) == 2 * QUESTION_TOKENS
 
 

@@ -88,9 +88,7 @@ def set_tier(engine: Engine, tier: Tier, codec: CodecName = "none") -> ChunkOffl
         engine.kv_cache,
         runner.storages["chunk_cache"],
         TieredStore([tier], max_pending_bytes=2**22, loading="always", clock=HandClock()),
-        ChunkEntries(
-            model.fingerprint, runner.storages["chunk_cache"], TierConfig(chunk_codec=codec), shapes
-        ),
+        ChunkEntries(model.fingerprint, runner.storages["chunk_cache"], TierConfig(chunk_codec=codec), shapes),
         max_staged_bytes=2**22,
         states=runner if model.map_bytes else None,
         clock=HandClock(),

@@ -40,7 +40,7 @@ profiles = st.builds(
     fingerprint=st.text("0123456789abcdef", min_size=64, max_size=64),
     position_strategy=st.sampled_from(["shared", "sequential"]),
     chunk_context=st.sampled_from(["system", "none"]),
-    repair=st.sampled_from(["none", "first(16)", "deviation(0.15)", "temperature(0.9, 0.8)", "full"]),
+    repair=st.sampled_from(["none", "first(16)", "deviation(0.15)", "names", "full"]),
     goal=st.builds(Goal, maybe, st.floats(0, 100), st.booleans(), maybe, maybe),
     date=st.dates().map(str),
     seed=st.integers(-(2**63), 2**63 - 1),

@@ -26,8 +26,6 @@ class DenseAttention:
         self._positions = torch.from_numpy(dense_layout.positions)
         self._mask = torch.from_numpy(dense_layout.mask)
         self._distances = torch.from_numpy(dense_layout.distances)
-        self._factors = torch.from_numpy(dense_layout.factors)
-        self._biases = torch.from_numpy(dense_layout.biases)
         self._moves = sorted({int(distance) for distance in dense_layout.distances.flat} - {0})
 
     def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
@@ -67,10 +65,9 @@ class DenseAttention:
         groups = query.shape[1] // key.shape[1]
         query = query.to(precision)
         key, value = (part.to(precision).repeat_interleave(groups, dim=1) for part in (key, value))
-        scores = self._scores(layer, query, key, distances) * call.scaling * self._factors[chosen].to(query)
+        scores = self._scores(layer, query, key, distances) * call.scaling
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        scores = scores + self._biases[chosen].to(query)
         key_positions = self._positions[None, :] + distances
         if layer.bias is not None:
             scores = scores + layer.bias.between(positions, key_positions, precision).to(scores.device)

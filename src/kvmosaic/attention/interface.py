@@ -60,13 +60,7 @@ class Piece:
     positions: tuple[int, ...] = ()
     """Position of each key for the reader, if they are not consecutive."""
     visibility: Visibility | None = None
-    """What a repair hides or weighs of it; None: all rows see all of it, as it is. The bias of its weight is added
-    after the soft cap."""
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether some rows do not see some of the keys."""
-        return self.visibility is not None and bool(self.visibility.hidden or self.visibility.ends)
+    """What a repair hides of it; None: all rows see all of it."""
 
 
 @dataclass(frozen=True, slots=True)

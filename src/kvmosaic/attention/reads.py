@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvmosaic.attention.interface import Piece, PoolName, RowGroup
 from kvmosaic.layers.geometry import MaskSpec
-from kvmosaic.layout import UNWEIGHTED
 
 _NOWHERE = -(1 << 62)
 """Before every position."""
@@ -64,8 +63,6 @@ class ReadPlan:
     """Copy of `rows` on the host: reading them back from a GPU would synchronize."""
     readers: tuple[Reader, ...] = ()
     """Readers of the stacked queries, in order."""
-    weights: tuple[Float[Tensor, " R"], Float[Tensor, " R"]] | None = None
-    """[R] factors and [R] biases of the scores, in float64 on the host, if any differ from 1 and 0."""
 
     def positions(self) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"]]:
         """[R], position of each stacked query's row; and [R], position of the first key of its call for that row."""
@@ -151,7 +148,7 @@ def _seen_from(group: RowGroup, mask: MaskSpec) -> tuple[int, int]:
 
 def _trimmed(read: Piece, lowest: int) -> tuple[Piece | None, bool]:
     """A read without the keys that no row sees, and whether the rest needs a mask; None: no key is left."""
-    if read.is_partial:
+    if read.visibility is not None:
         return read, True
     if read.positions:
         return read, lowest > min(read.positions)
@@ -176,12 +173,9 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
     rows: list[int] = []
     distances: list[int] = []
     readers: list[Reader] = []
-    weights: list[tuple[int, int, Piece]] = []
     for (pool, first_slot, num_tokens, *_), stack in stacks.items():
         first = len(rows)
         for group, read, number in stack.readers:
-            if read.visibility is not None and read.visibility.weight != UNWEIGHTED:
-                weights.append((len(rows), group.num_rows, read))
             rows.extend(range(group.first_row, group.first_row + group.num_rows))
             distances.extend(
                 range(read.distance, read.distance + group.num_rows)
@@ -202,19 +196,7 @@ def _stacked(stacks: dict[tuple[object, ...], _Stack], mask: MaskSpec, device: t
         is_single=rows == list(range(num_rows)),
         row_numbers=tuple(rows),
         readers=tuple(readers),
-        weights=_weights(weights, len(rows)),
     )
-
-
-def _weights(parts: list[tuple[int, int, Piece]], num_rows: int) -> tuple[Tensor, Tensor] | None:
-    if not parts:
-        return None
-    factors, biases = torch.ones(num_rows, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.float64)
-    for first, count, read in parts:
-        assert read.visibility is not None
-        weight = read.visibility.weight
-        factors[first : first + count], biases[first : first + count] = weight.factor, weight.bias
-    return factors, biases
 
 
 def _shown_keys(stack: _Stack, mask: MaskSpec, num_tokens: int, device: torch.device) -> Tensor:

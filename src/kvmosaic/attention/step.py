@@ -208,7 +208,7 @@ class StepAttention:
             return self._choose(call, layer, plan, tables)  # type: ignore[return-value]
         result = None
         reads_all = call.chosen is None or not call.chosen.masks
-        if self._layer_backend is not None and layer.bias is None and plan.weights is None and reads_all:
+        if self._layer_backend is not None and layer.bias is None and reads_all:
             result = self._reader(self._layer_backend, layer.mask, plan).attend(
                 call.query, self._pools(call), scaling=call.scaling, softcap=call.softcap, tables=tables
             )
@@ -267,11 +267,6 @@ class StepAttention:
         query = call.query if plan.is_single else call.query[plan.rows]
         if tables is not None:
             query = rotate(query, tables).to(call.query.dtype)
-        if plan.weights is not None:
-            factors, raised = (
-                part.to(query.device, torch.promote_types(query.dtype, torch.float32)) for part in plan.weights
-            )
-            query = (query * factors[:, None, None]).to(call.query.dtype)
         results = [
             self._attend(call, query[part.first : part.last], part, biases[index] if biases else None)
             for index, part in enumerate(call.chosen.of(plan.calls) if call.chosen is not None else plan.calls)
@@ -280,8 +275,6 @@ class StepAttention:
             output, lse = results[0]
         else:
             output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        if plan.weights is not None:
-            lse = lse + raised[:, None].to(lse.dtype)
         if not plan.is_single:
             output, lse = merge_partials(output, lse, plan.rows, plan.num_rows)
         return output, lse

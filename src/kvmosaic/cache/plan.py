@@ -186,7 +186,7 @@ class _Draft:
         seen = view.visibility
         if seen is None:
             return key
-        return self.chain.part_of(key, seen.hidden, seen.ends, (seen.weight.factor, seen.weight.bias))
+        return self.chain.part_of(key, seen.hidden, seen.ends)
 
 
 def is_closed(layout: Layout, index: int) -> bool:

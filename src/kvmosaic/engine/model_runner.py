@@ -94,7 +94,7 @@ class EngineModel(Protocol):
 
     @property
     def no_scores_reason(self) -> str:
-        """Why attention cannot be measured or weighed for a repair."""
+        """Why attention cannot be measured for a repair."""
 
     def why_unreadable(self, layout: Layout) -> str:
         """Why a prompt so arranged cannot be read, and the way out; empty when it can."""

@@ -9,13 +9,12 @@ What is computed for measuring is what a request without repair computes, and is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvmosaic.errors import InvalidRepair, KVMosaicError
-from kvmosaic.layout import UNWEIGHTED, Layout, SoftmaxWeight, exact_spans, repaired
+from kvmosaic.layout import Layout, exact_spans, repaired
 from kvmosaic.prompt.companions import like_one_before
 from kvmosaic.repair import (
     MEASURED,
@@ -26,7 +25,6 @@ from kvmosaic.repair import (
     NoRepair,
     RepairPolicy,
     Signal,
-    Temperature,
     checked_choice,
 )
 from kvmosaic.sampling import RepairUse
@@ -93,7 +91,6 @@ class RequestRepair:
             InvalidRepair: the policy failed, or chose tokens that do not exist.
         """
         self.is_measuring = False
-        weight = _weight_of(self.policy)
         chunks, open_chunks = self.chunks, set(self.open_chunks)
         later = like_one_before(self.layout.chunk_token_ids) if "alike" in self.policy.signals else ()
         known = [
@@ -120,7 +117,7 @@ class RequestRepair:
                 f"documents; tokens times documents may be {MAX_REPAIR_LOOKS:,}: repair fewer tokens or send fewer "
                 "documents"
             )
-        return repaired(self.layout, dict(zip(chunks, chosen, strict=True)), weight)
+        return repaired(self.layout, dict(zip(chunks, chosen, strict=True)))
 
     def note_shares(self, span_index: int, first: int, shares: Tensor) -> None:
         """Adds the attention that tokens of a chunk, from number `first` on, received from some rows in one layer."""
@@ -215,18 +212,18 @@ def why_not_repaired(
             "text; use repair='none' or 'full', or leave window_tokens out"
         )
     num_chunks = sum(span.is_chunk for span in layout.spans)
-    if num_chunks > MAX_REPAIRED_DOCUMENTS and not isinstance(policy, Temperature):
+    if num_chunks > MAX_REPAIRED_DOCUMENTS:
         return (
             f"repair={policy} looks at every document from each of the others, and this prompt has {num_chunks:,}; at "
             f"most {MAX_REPAIRED_DOCUMENTS} can be repaired: send fewer, or use repair='none'"
         )
-    if not model.is_movable and layout.rules.overlaps and num_chunks > 1 and not isinstance(policy, Temperature):
+    if not model.is_movable and layout.rules.overlaps and num_chunks > 1:
         return (
             f"repair={policy} computes tokens where documents follow one another, and they are read where "
             f"documents overlap; this model does not allow that ({model.immovable_reason}); use repair='none' or "
             "'full', or position_strategy='absolute'"
         )
-    if layout.rules.takes_offsets and not isinstance(policy, Temperature):
+    if layout.rules.takes_offsets:
         first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if span.is_chunk), (0,))
         if reason := model.why_unreadable(repaired(layout, first_tokens)):
             return f"repair={policy}: {reason}"
@@ -242,33 +239,24 @@ def check_model(policy: RepairPolicy, model: EngineModel, first: int) -> None:
 def _unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
     if isinstance(policy, NoRepair | FullRepair):
         return ""
-    if (reason := model.no_repair_reason) and not isinstance(policy, Temperature):
-        return (
-            f"repair={policy} computes tokens that are not contiguous, and {reason}; "
-            "use repair='none', 'full' or 'temperature(t, scale)'"
-        )
+    if reason := model.no_repair_reason:
+        return f"repair={policy} computes tokens that are not contiguous, and {reason}; use repair='none' or 'full'"
     is_kept = first and policy == FirstTokens(first)
-    if model.state_text and not isinstance(policy, Temperature) and not is_kept:
+    if model.state_text and not is_kept:
         kept = f"the first {first} tokens of documents are kept apart: use 'first({first})'," if first else "use"
         wanted = policy if isinstance(policy, FirstTokens) else "first(8)"
         return (
-            f"repair={policy} computes tokens of documents again, and {model.state_text}, which a document changes as a "
-            f"whole; {kept} 'none', 'full' or 'temperature(t, scale)', or start with repair='{wanted}'"
+            f"repair={policy} computes tokens of documents again, and {model.state_text}, which a document changes as "
+            f"a whole; {kept} 'none' or 'full', or start with repair='{wanted}'"
         )
     needed: frozenset[Signal] = MEASURED & policy.signals
     if "names" in policy.signals and model.tokenizer is None:
         return f"repair={policy} reads the text of tokens, and there is no tokenizer; use 'first(k)'"
-    if (reason := model.no_scores_reason) and (needed or isinstance(policy, Temperature)):
-        return f"repair={policy} measures or weighs attention, and {reason}; use 'none', 'full', 'names' or 'first(k)'"
+    if (reason := model.no_scores_reason) and needed:
+        return f"repair={policy} measures attention, and {reason}; use 'none', 'full', 'names' or 'first(k)'"
     if "deviation" in needed and len(model.layers) < 2:
         return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "
             "use 'first(k)' or 'query(fraction)'"
         )
     return ""
-
-
-def _weight_of(policy: RepairPolicy) -> SoftmaxWeight:
-    if not isinstance(policy, Temperature):
-        return UNWEIGHTED
-    return SoftmaxWeight(1 / policy.temperature, math.log(policy.scale))

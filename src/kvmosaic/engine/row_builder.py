@@ -13,7 +13,7 @@ from kvmosaic.engine.request_repair import QuestionObserver
 from kvmosaic.engine.rolling_window import WindowCounters
 from kvmosaic.engine.sequence import Sequence, SpanReads
 from kvmosaic.engine.step import ScheduledTokens
-from kvmosaic.layout import UNWEIGHTED, Span, View, Visibility
+from kvmosaic.layout import Span, View, Visibility
 from kvmosaic.prompt import SegmentKind
 
 _MAX_STRETCHES = 8
@@ -33,7 +33,8 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
         return rows
     before, following = work.states.before, []
     for (start, stop), each in zip(pairwise(cuts), rows, strict=True):
-        saves = tuple((first + count - start, state) for count, state in work.states.saves if start < first + count <= stop)
+        ends = ((first + count, state) for count, state in work.states.saves)
+        saves = tuple((end - start, state) for end, state in ends if start < end <= stop)
         if start in parts:  # repaired tokens follow what is before their chunk
             states = RowStates(StateProgress(None, saves), _states_seen(work, before, parts.index(start)))
         else:
@@ -108,12 +109,7 @@ def view_reads(
     stretches = list(_stretches(seen.hidden, kept))
     if ends or len(stretches) > _MAX_STRETCHES:
         return tuple(_masked(run_reads(span, table, view.distance, kept), replace(seen, ends=ends)))
-    weighed = None if seen.weight == UNWEIGHTED else Visibility(weight=seen.weight)
-    return tuple(
-        replace(read, visibility=weighed)
-        for first, last in stretches
-        for read in _between(span, table, view.distance, first, last)
-    )
+    return tuple(read for first, last in stretches for read in _between(span, table, view.distance, first, last))
 
 
 def _rows(sequence: Sequence, span_index: int, first: int, num_tokens: int, num_logits: int) -> SpanRows:
@@ -253,7 +249,6 @@ def _masked(reads: tuple[Piece, ...], seen: Visibility) -> Iterator[Piece]:
         part = Visibility(
             tuple(token - number for token in seen.hidden if number <= token < last),
             tuple(min(max(end - number, 0), read.num_tokens) for end in seen.ends),
-            seen.weight,
         )
         yield replace(read, visibility=part)
         number = last

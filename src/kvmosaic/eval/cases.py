@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, zip_longest
+from itertools import islice, zip_longest
 from math import log
 from pathlib import Path
 from typing import Annotated
@@ -225,19 +225,14 @@ def gather(
 
 
 def parts_of(name: str, text: str) -> tuple[str, ...]:
-    """The parts of a list such as "none,first(8),temperature(0.9, 0.8)"; commas in brackets do not part.
+    """The parts of a list such as "none,first(8)".
 
     Raises:
         InvalidConfig: an empty part, or a text that is too long.
     """
     if len(text) > MAX_LIST_CHARACTERS:
         raise InvalidConfig(f"{name} has {len(text)} characters; at most {MAX_LIST_CHARACTERS} are allowed")
-    cuts, depth = [-1], 0
-    for place, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth <= 0:
-            cuts.append(place)
-    parts = tuple(text[first + 1 : last].strip() for first, last in pairwise([*cuts, len(text)]))
+    parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
         raise InvalidConfig(f"{name} is {text[:80]!r}, and a part of it is empty; write for example one,two")
     return parts

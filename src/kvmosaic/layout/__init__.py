@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from kvmosaic.layout.repaired_layout import exact_spans, later_tokens_seen, repair_positions, repaired
     from kvmosaic.layout.span import (
         BASE_MODEL,
-        UNWEIGHTED,
         ChunkContext,
         DenseLayout,
         Layout,
         LayoutAdapter,
-        SoftmaxWeight,
         Span,
         View,
         Visibility,
@@ -40,12 +38,10 @@ _HOMES = {
     "repaired_layout": ("exact_spans", "later_tokens_seen", "repair_positions", "repaired"),
     "span": (
         "BASE_MODEL",
-        "UNWEIGHTED",
         "ChunkContext",
         "DenseLayout",
         "Layout",
         "LayoutAdapter",
-        "SoftmaxWeight",
         "Span",
         "View",
         "Visibility",

@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 from kvmosaic.errors import InvalidConfig, InvalidOffset
 from kvmosaic.layout.repaired_layout import exact_spans
-from kvmosaic.layout.span import UNWEIGHTED, ChunkContext, Layout, Span, View
+from kvmosaic.layout.span import ChunkContext, Layout, Span, View
 from kvmosaic.layout.strategies import PositionStrategy, strategy_named
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, seen_chunks
 from kvmosaic.prompt.companions import NUM_COMPANIONS, alike_companions
@@ -201,8 +201,6 @@ def composition_of(layout: Layout, max_positions: int | None = None, *, is_auto:
     if (index := layout.repair) is not None:
         apart += f", but for {layout.spans[index].num_tokens} repaired tokens"
     parts = [apart]
-    if any(view.visibility and view.visibility.weight != UNWEIGHTED for view in layout.last.views):
-        parts.append("the question weighs documents differently")
     if any(span.is_companion for span in layout.spans):
         parts.append("documents after the first were computed after companions")
     if remark:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvmosaic.layout.span import UNWEIGHTED, Layout, SoftmaxWeight, Span, View, Visibility
+from kvmosaic.layout.span import Layout, Span, View, Visibility
 from kvmosaic.prompt import Segment, SegmentKind
 
 
@@ -51,28 +51,19 @@ def repair_positions(layout: Layout) -> dict[int, int]:
     return positions
 
 
-def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]], weight: SoftmaxWeight = UNWEIGHTED) -> Layout:
+def repaired(layout: Layout, chosen: Mapping[int, Sequence[int]]) -> Layout:
     """The layout in which the question reads some tokens of chunks recomputed with everything before them visible.
 
     Args:
         layout: as arranged, without repaired tokens.
         chosen: by index of a chunk's span, the indexes of its repaired tokens, ascending.
-        weight: how the question weighs the scores of chunk keys.
     """
     assert layout.repair is None, "a layout is repaired once"
     hidden = {index: tuple(tokens) for index, tokens in chosen.items() if tokens}
     question = layout.last
-    views = [
-        replace(
-            view,
-            visibility=_visibility(
-                hidden.get(view.span, ()), weight if layout.spans[view.span].is_chunk else UNWEIGHTED
-            ),
-        )
-        for view in question.views
-    ]
     if not hidden:
-        return replace(layout, spans=(*layout.spans[:-1], replace(question, views=tuple(views))))
+        return layout
+    views = [replace(view, visibility=_visibility(hidden.get(view.span, ()))) for view in question.views]
     from_repair = repair_positions(layout)
     span = _repair_span(layout, hidden, from_repair)
     views += _views_of_parts(layout, span, sorted(hidden), from_repair)
@@ -114,11 +105,8 @@ def _views_of_parts(layout: Layout, span: Span, chunks: Sequence[int], from_repa
     ]
 
 
-def _visibility(
-    hidden: tuple[int, ...], weight: SoftmaxWeight = UNWEIGHTED, ends: tuple[int, ...] = ()
-) -> Visibility | None:
-    changed = Visibility(hidden, ends, weight)
-    return None if changed == Visibility() else changed
+def _visibility(hidden: tuple[int, ...], ends: tuple[int, ...] = ()) -> Visibility | None:
+    return Visibility(hidden, ends) if hidden or ends else None
 
 
 def _repair_span(layout: Layout, hidden: Mapping[int, tuple[int, ...]], from_repair: Mapping[int, int]) -> Span:

@@ -27,17 +27,6 @@ def context_with(companions: object | None, chunk_context: ChunkContext | None) 
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxWeight:
-    """Weight of a run of keys in the softmax: scores are multiplied by `factor`, then increased by `bias`."""
-
-    factor: float = 1.0
-    bias: float = 0.0
-
-
-UNWEIGHTED = SoftmaxWeight()
-
-
-@dataclass(frozen=True, slots=True)
 class Visibility:
     """How a run of keys is seen, where a repair does not show all of it as it is."""
 
@@ -45,8 +34,6 @@ class Visibility:
     """Indexes of keys that no reader sees, because it sees them repaired; ascending."""
     ends: tuple[int, ...] = ()
     """For each reading token, how many of the first keys it sees; empty: all see all."""
-    weight: SoftmaxWeight = UNWEIGHTED
-    """Weight of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,7 @@ class View:
     """Index of the visible span."""
     distance: int
     visibility: Visibility | None = None
-    """What a repair hides or weighs of it; None: all of its tokens are seen unchanged."""
+    """What a repair hides of it; None: all of its tokens are seen unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,15 +206,12 @@ class DenseLayout:
     positions: [T], the position of each token when it is computed
     mask: [T, T], True where the row token sees the column token
     distances: [T, T], how far the column's key is moved for the row; 0 where the mask is False
-    factors, biases: [T, T], what the row's scores of that key are multiplied by, and then increased by
     """
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.bool_]
     distances: NDArray[np.int64]
-    factors: NDArray[np.float64]
-    biases: NDArray[np.float64]
 
     @property
     def question_positions(self) -> NDArray[np.int64]:
@@ -276,7 +260,6 @@ def dense(layout: Layout) -> DenseLayout:
     num_tokens = int(offsets[-1])
     mask = np.zeros((num_tokens, num_tokens), dtype=np.bool_)
     distances = np.zeros((num_tokens, num_tokens), dtype=np.int64)
-    factors, biases = np.ones((num_tokens, num_tokens)), np.zeros((num_tokens, num_tokens))
     positions = np.zeros(num_tokens, dtype=np.int64)
     token_ids = np.zeros(num_tokens, dtype=np.int64)
     for index, span in enumerate(layout.spans):
@@ -293,5 +276,4 @@ def dense(layout: Layout) -> DenseLayout:
                 shown = shown & (numbers[None, :] < np.array(seen.ends)[:, None])
             mask[rows, columns] |= shown
             distances[rows, columns] = np.where(shown, view.distance, distances[rows, columns])
-            factors[rows, columns], biases[rows, columns] = seen.weight.factor, seen.weight.bias
-    return DenseLayout(token_ids, positions, mask, distances, factors, biases)
+    return DenseLayout(token_ids, positions, mask, distances)

@@ -13,7 +13,6 @@ import numpy as np
 
 from kvmosaic.attention import Piece, PoolName, SpanRows
 from kvmosaic.cache import BlockCopy
-from kvmosaic.layout import UNWEIGHTED
 from kvmosaic.llama.cells import Cells, NoRoom
 from kvmosaic.llama.library import LlamaContext, Logits, Rows
 from kvmosaic.llama.model import LlamaModel
@@ -330,7 +329,6 @@ class LlamaRunner:
         if seen is None:
             yield SlotRun(first, piece.num_tokens, piece.distance)
             return
-        assert seen.weight == UNWEIGHTED, "refused when the request was added"
         count = min(piece.num_tokens, seen.ends[row]) if seen.ends else piece.num_tokens
         begin = 0
         for hidden in (*seen.hidden, count):

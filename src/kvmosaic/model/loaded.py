@@ -164,7 +164,7 @@ class LoadedModel:
 
     @property
     def no_scores_reason(self) -> str:
-        """Why attention cannot be measured or weighed for a repair; empty when it can."""
+        """Why attention cannot be measured for a repair; empty when it can."""
         why = "this model reads the best keys only, which it chooses before attention is weighed"
         return why if self.has_indexers else ""
 

@@ -169,7 +169,7 @@ class StepGraphs:
         return True
 
     def _plan(self, spans: Sequence[SpanRows]) -> _PlannedStep | None:
-        """The whole numbers of a step; None if it needs masks or weights, or much memory.
+        """The whole numbers of a step; None if it needs masks, or much memory.
 
         Tokens, positions, slots, rows of logits; then of every mask the rows and distances of its stacked queries, and
         the work lists of its kinds of heads.
@@ -180,7 +180,7 @@ class StepGraphs:
             for first, span in zip(firsts, spans, strict=False)
         ]
         plans = {mask: plan_reads(groups, mask, _CPU) for mask in self._kinds}
-        if any(plan.weights or any(call.mask is not None for call in plan.calls) for plan in plans.values()):
+        if any(call.mask is not None for plan in plans.values() for call in plan.calls):
             return None
         distances = {mask: plan.distances.tolist() for mask, plan in plans.items()}
         if not self._keep([*chain.from_iterable(distances.values())]):

@@ -16,7 +16,6 @@ from kvmosaic.repair.policy import (
     QueryAttention,
     RepairPolicy,
     Signal,
-    Temperature,
     budget_of,
     checked_choice,
     highest_scored,

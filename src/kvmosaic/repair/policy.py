@@ -25,8 +25,6 @@ MEASURED: frozenset[Signal] = frozenset({"deviation", "attention"})
 """Signals that are measured by running the model."""
 _DEVIATION_PART = 0.5
 MAX_FIRST_TOKENS = 2**20
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
-MIN_SCALE, MAX_SCALE = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,36 +212,6 @@ class Combined:
         return f"combined({_text(self.fraction)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Temperature:
-    """No recomputation; question and answer attend to chunks with another temperature and scale (APE).
-
-    Scores of chunk keys are divided by `temperature`, and their sum in the softmax is multiplied by `scale`.
-    """
-
-    temperature: float = 1.0
-    scale: float = 1.0
-    signals: ClassVar[frozenset[Signal]] = frozenset()
-
-    def __post_init__(self) -> None:
-        for name, value, least, most in (
-            ("t", self.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE),
-            ("scale", self.scale, MIN_SCALE, MAX_SCALE),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-                raise InvalidRepair(
-                    f"temperature(t, scale) has {name}={value!r}; use a number from {least:g} to {most:g} "
-                    "(1 changes nothing)"
-                )
-
-    def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
-        """See `RepairPolicy.choose`."""
-        return [() for _ in chunks]
-
-    def __str__(self) -> str:
-        return f"temperature({_text(self.temperature)}, {_text(self.scale)})"
-
-
 def _text(number: float) -> str:
     """The shortest text that parses back to this number."""
     return repr(float(number)).removesuffix(".0")
@@ -361,10 +329,7 @@ class NameFinder:
 
 DEFAULT_REPAIR = "first(8)"
 MAX_POLICY_CHARACTERS = 100
-FORMS = (
-    "none, first(k), names, alike, deviation(fraction), query(fraction), combined(fraction), temperature(t, scale), "
-    "full"
-)
+FORMS = "none, first(k), names, alike, deviation(fraction), query(fraction), combined(fraction), full"
 _SIGNALS = frozenset(get_args(Signal))
 _FORM = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyType(
@@ -376,7 +341,6 @@ _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyT
         "deviation": (KeyDeviation, 1),
         "query": (QueryAttention, 1),
         "combined": (Combined, 1),
-        "temperature": (Temperature, 2),
         "full": (FullRepair, 0),
     }
 )

@@ -277,8 +277,6 @@ def _side_by_side(layouts: Sequence[DenseLayout]) -> DenseLayout:
         positions=np.concatenate([layout.positions for layout in layouts]),
         mask=mask,
         distances=np.zeros(mask.shape, dtype=np.int64),
-        factors=np.ones(mask.shape),
-        biases=np.zeros(mask.shape),
     )
 
 
