@@ -77,7 +77,7 @@ def test_repaired_answers_equal_the_dense_forward_in_float64(
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(prompt=prompts(), repair=st.sampled_from(POLICIES), **settings_of_a_run)
 def test_repaired_answers_equal_the_dense_forward_in_float32(
     backend, prompt, repair, strategy, context, block_size, budget, fragmented

@@ -15,7 +15,7 @@ from support.loaded import loaded_hybrid, random_prompt
 from support.parity import check_cold_and_warm, engine_of_a_run, prompts, settings_of_a_run
 from support.tiers import TroubledTier
 
-from kvmosaic import LLM, EngineConfig
+from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.config import TierConfig
 from kvmosaic.engine import Engine, Request
 from kvmosaic.model import LoadedModel
@@ -93,9 +93,8 @@ def test_random_prompts_with_repaired_first_tokens_equal_the_dense_forward(famil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
-@settings(max_examples=6)
-@given(prompt=prompts(texts="nowhere"))
+@settings(max_examples=12)
+@given(family=st.sampled_from(KINDS), prompt=prompts(texts="nowhere"))
 def test_all_tokens_repaired_equal_ordinary_reading(family, prompt):
     engine = build_engine(loaded_hybrid(family), position_strategy="sequential", repaired_tokens=1000)
     _, logits = answer(engine, prompt, replace(GREEDY, repair="first(1000)"))
@@ -104,22 +103,22 @@ def test_all_tokens_repaired_equal_ordinary_reading(family, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
-def test_what_is_never_repaired_comes_back_from_a_tier_and_from_sleep(family):
-    model, tier, params = loaded_hybrid(family), TroubledTier(), replace(GREEDY, repair="first(3)")
-    for turn in range(2):  # the second engine is another process
-        engine = build_engine(model, repaired_tokens=3)
-        offloader = set_tier(engine, tier)
-        request, logits = answer(engine, asked([], [70, 71]), params)
-        expected = dense_logits(model, request.layout, token_ids(request))
-        assert (logits - expected).abs().max() <= 1e-9
-        assert all(bool(each.tier) == bool(turn) for each in request.reuse.segments[1:-1])
-        assert offloader.tiered_store.flush(60)
-        engine.sleep()
-        engine.wake()
-        answer(engine, asked([], [72]), params)
-        again, logits = answer(engine, asked([], [70, 71, 73]), params)
-        assert (logits - dense_logits(model, again.layout, token_ids(again))).abs().max() <= 1e-9
+def test_what_is_never_repaired_comes_back_from_a_tier_and_from_sleep():
+    for family in KINDS:
+        model, tier, params = loaded_hybrid(family), TroubledTier(), replace(GREEDY, repair="first(3)")
+        for turn in range(2):  # the second engine is another process
+            engine = build_engine(model, repaired_tokens=3)
+            offloader = set_tier(engine, tier)
+            request, logits = answer(engine, asked([], [70, 71]), params)
+            expected = dense_logits(model, request.layout, token_ids(request))
+            assert (logits - expected).abs().max() <= 1e-9
+            assert all(bool(each.tier) == bool(turn) for each in request.reuse.segments[1:-1])
+            assert offloader.tiered_store.flush(60)
+            engine.sleep()
+            engine.wake()
+            answer(engine, asked([], [72]), params)
+            again, logits = answer(engine, asked([], [70, 71, 73]), params)
+            assert (logits - dense_logits(model, again.layout, token_ids(again))).abs().max() <= 1e-9
 
 
 def test_a_later_turn_finds_repaired_tokens_with_their_state():
@@ -290,13 +289,21 @@ def test_documents_come_back_from_a_tier_with_what_they_do_to_a_state(family):
 @pytest.mark.slow
 def test_tiers_of_the_settings_keep_states_too(tmp_path):
     tiers = TierConfig(chunk_tier=(f"file://{tmp_path / 'tier'}",), chunk_loading="always")
-    config, places = EngineConfig(request_cache_size="4MiB"), []
-    for _ in range(2):
-        with LLM(loaded_hybrid("minimax"), engine_config=config, tier_config=tiers) as llm:
-            (output,) = llm.generate(asked([], [70, 71, 72]), GREEDY)
-            places.append(([segment.tier for segment in output.reuse.segments[1:-1]], output.outputs[0].token_ids))
-    (cold, tokens), (warm, again) = places
-    assert set(cold) == {None} and set(warm) == {"object"} and tokens == again
+    config, prompt, places = EngineConfig(request_cache_size="4MiB"), asked([], [70, 71, 72]), []
+    for repair in ({}, {}, {"repair": "none"}, {"repair": "first(4)"}):
+        caches = ChunkCacheConfig(chunk_cache_size="4MiB", chunk_context="companions", **repair)
+        with LLM(loaded_hybrid("minimax"), chunk_cache_config=caches, engine_config=config, tier_config=tiers) as llm:
+            (output,) = llm.generate(prompt, GREEDY)
+            used, segments = output.reuse.repair, output.reuse.segments[1:-1]
+            places.append((used and used.policy, {segment.tier for segment in segments}, output.outputs[0].token_ids))
+    (_, _, tokens), (_, _, again), *_ = places
+    assert [place[:2] for place in places] == [
+        ("first(8)", {None}),
+        ("first(8)", {"object"}),
+        (None, {None}),
+        ("first(4)", {None}),
+    ]
+    assert tokens == again
 
 
 @pytest.mark.parametrize("family", ["minimax", "lfm2"])

@@ -124,7 +124,7 @@ def test_documents_are_short_together_or_on_average(lengths, is_short):
     assert are_short(lengths) == is_short
 
 
-def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_full_alone():
+def test_documents_that_are_like_one_before_them_are_read_in_full_alone_where_that_is_asked_for():
     others = [
         "The river Aller rises near Eggenstedt. " * 6,
         "Cheese of the valley ripens for nine weeks in caves, turned by hand each evening. " * 3,
@@ -134,8 +134,9 @@ def test_few_documents_that_are_like_one_before_them_among_others_are_read_in_fu
     documents = [RECORDS[0], *others, RECORDS[1]]
     with LLM(chatting_llama(), profile=False) as llm:
         messages, params = [{"role": "user", "content": "Who?"}], SamplingParams(temperature=0, max_tokens=4)
-        (whole,) = llm.chat(messages, params, documents=[RECORDS[0], *others[:1], RECORDS[1]])
-        assert "documents are alike, so they are read in full" in whole.reuse.composition, "where they are many"
+        (whole,) = llm.chat(messages, params, documents=documents)
+        assert "documents are alike, so they are read in full" in whole.reuse.composition
+        params = SamplingParams(temperature=0, max_tokens=4, repair="alike")
         (output,) = llm.chat(messages, params, documents=documents)
         (chunks, repair) = llm.compose(messages, documents=documents).chunks, output.reuse.repair
         assert repair is not None and repair.policy == "alike"

@@ -16,6 +16,8 @@ Codec = Literal["none", "int8"]
 
 _GROUP = 64
 """Numbers that share a scale of 2 bytes."""
+STATES_PER_DOCUMENT = 4
+"""What a document does to a state, as a whole and after its first tokens: at most as much as two states each."""
 DEFAULT_HEADROOM = "10%"
 _LIMITS = {
     "documents": (1, 10**9),
@@ -137,8 +139,8 @@ class MemorySplit:
 
     @property
     def document_bytes(self) -> int:
-        """Bytes of a document's blocks, and of what it does to a state: at most as much as two states."""
-        return self.blocks_per_document * self.bytes_per_block + 2 * self.state_bytes
+        """Bytes of a document's blocks, and of what it does to a state."""
+        return self.blocks_per_document * self.bytes_per_block + STATES_PER_DOCUMENT * self.state_bytes
 
     def wasted_share(self, num_tokens: int) -> float:
         """Share of empty slots in a document's blocks."""
@@ -167,7 +169,7 @@ def make_room(
         )
     per_document = blocks_of(demand.tokens_per_document, block_size)
     chunk_blocks = min(left // per_block, MAX_BLOCKS)
-    if chunk_blocks * per_block < (needed := per_document * per_block + 2 * model.state_bytes):
+    if chunk_blocks * per_block < (needed := per_document * per_block + STATES_PER_DOCUMENT * model.state_bytes):
         raise InvalidConfig(
             f"{_gib(left)} are left for documents, and one of {demand.tokens_per_document:,} tokens takes "
             f"{_gib(needed)}; take a larger device, shorter documents or less concurrency"

@@ -187,13 +187,16 @@ class ChunkCacheConfig:
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
     def repair_after(self, context: ChunkContext) -> str | RepairPolicy:
-        """Repair of documents that saw this and are not alike: where nothing is set, none after companions."""
+        """Repair of documents that saw this and are not alike: where nothing is set, none after companions.
+
+        (Companions do not help the states of a model: there, first tokens are repaired in any case.)
+        """
         return "none" if context == "companions" and not self.says("repair") else self.repair
 
     @property
     def repaired_tokens(self) -> int:
-        """How many first tokens of every document are repaired where nothing else is asked for."""
-        policy = repair_policy(self.repair_after(self.context_in()))
+        """How many first tokens of every document are repaired, if it is first(k), whatever documents saw."""
+        policy = repair_policy(self.repair)
         return policy.tokens if isinstance(policy, FirstTokens) else 0
 
     @property

@@ -180,8 +180,7 @@ def model_table(name: str, model: AnyModel, attention: str) -> Table:
         table.add_row("", Text(model.frequency_note))
     table.add_row("one token takes", Text(f"{size_text(model.bytes_per_token())} of cache"))
     if model.state_bytes:
-        own = size_text(model.map_bytes)
-        beside = f"a state of all layers; a document {own} beside its tokens, twice that with repair='first(k)'"
+        beside = f"a state of all layers; a document up to {size_text(2 * model.map_bytes)} beside its tokens"
         table.add_row("", Text(f"{size_text(model.state_bytes)} {beside}"))
     table.add_row("attention", Text(printable(attention)))
     return table

@@ -36,7 +36,7 @@ from kvmosaic.layout import (
 )
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
-from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, few_like_one_before, likeness_of
+from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, likeness_of
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -261,13 +261,10 @@ class Placer:
         is_free = not has_window and not layout.rules.takes_offsets
         in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
-        usual = repair_policy(self._config.repair_after(layout.chunk_context))
-        if in_full and is_free:
-            is_usable = has_looks and isinstance(usual, NoRepair) and not is_short
-            if is_usable and few_like_one_before(layout.chunk_token_ids):
-                yield Alike()
-            if prompt.num_tokens < self._max_in_full:
-                yield FullRepair()
+        has_states, config = self._kv_cache.repaired_tokens > 0, self._config
+        usual = repair_policy(config.repair if has_states else config.repair_after(layout.chunk_context))
+        if in_full and is_free and prompt.num_tokens < self._max_in_full:
+            yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:

@@ -129,8 +129,6 @@ _COMPARED = 128
 """Tokens that are compared, at the start and at the end of each document."""
 _NEIGHBOURS = 32
 """How far apart in a prompt documents are compared."""
-_MAX_LATER = 1 / 8
-"""Share of a prompt's document tokens up to which only documents that are like one before them are read in full."""
 SHORT_TOKENS, SHORT_DOCUMENT = 256, 96
 """Of all documents of a prompt, and of one on average: read apart, many short ones are mixed up."""
 
@@ -157,12 +155,6 @@ def alike_pairs(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> 
 def like_one_before(documents: Sequence[TokenIds], texts: Sequence[object] = ()) -> set[int]:
     """The numbers of documents that are like one before them; see `alike_pairs`."""
     return {later for _, later in alike_pairs(documents, texts)}
-
-
-def few_like_one_before(documents: Sequence[TokenIds]) -> set[int]:
-    """`like_one_before`, where these have at most an eighth of all tokens; else empty."""
-    later = like_one_before(documents)
-    return later if sum(len(documents[number]) for number in later) <= _MAX_LATER * sum(map(len, documents)) else set()
 
 
 def alike_companions(documents: Sequence[TokenIds], companions: Iterable[Companion]) -> Iterator[Companion]:

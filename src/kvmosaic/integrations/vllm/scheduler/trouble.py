@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvmosaic.integrations.vllm.contract import Composition, runs_of_whole
+from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.integrations.vllm.operations import WorkerFacts, layer_specs
 from kvmosaic.integrations.vllm.scheduler.chunk_prompts import has_seen_chunks
 from kvmosaic.layout import IN_FULL, SHORT_IN_FULL, Layout
-from kvmosaic.prompt.companions import are_short, few_like_one_before, likeness_of
+from kvmosaic.prompt.companions import are_short, likeness_of
 from kvmosaic.repair import DEFAULT_REPAIR, FirstTokens, repair_policy
 
 
@@ -137,17 +137,9 @@ def default_repair(facts: Iterable[WorkerFacts]) -> int:
 
 
 def with_default_repair(composition: Composition, layout: Layout, facts: Iterable[WorkerFacts]) -> Composition:
-    """The same with a repair that these workers can compute, where the request leaves it open.
-
-    Documents that are like one before them are read in full where they are few, and others are not repaired.
-    """
+    """The same with a repair that these workers can compute, where the request leaves it open."""
     if not composition.leaves_repair_open:
         return composition
-    facts, documents = list(facts), layout.chunk_token_ids
-    if not composition.repair and (later := few_like_one_before(documents)):
-        repaired = replace(composition, repair=runs_of_whole(documents, later), leaves_repair_open=False)
-        if not why_not_repaired(repaired, layout, facts):
-            return repaired
     return replace(composition, repair=0) if why_not_repaired(composition, layout, facts) else composition
 
 
