@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/codec.py [--questions 1000] [--rounds 5]
 
-Questions about held-out names (`kvmosaic.eval.text`), 3 to 6 documents each, go to the bundled reader through `LLM`.
-Its documents are warmed; their chunks are read from the pool, encoded, decoded, written back; then the questions are
-asked, all of them for every codec. An answer counts if it is exactly the right one.
+Questions about held-out names (`kvmosaic.lab.eval.text`), 3 to 6 documents each, go to the bundled reader through
+`LLM`. Its documents are warmed; their chunks are read from the pool, encoded, decoded, written back; then the
+questions are asked, all of them for every codec. An answer counts if it is exactly the right one.
 
 - Bytes and times: the chunks of the reader, all entries joined to chunks of 512 tokens, checksum included, one thread,
   CPU time, medians; MB are of the bfloat16 tensors, whatever is stored.
@@ -34,7 +34,7 @@ from kvmosaic import LLM, SamplingParams
 from kvmosaic.cache import Chunk
 from kvmosaic.cache.keys import Key, encode_tokens
 from kvmosaic.entries import CodecName, EntryExpectation, EntryHeader, decode_entry, encode_entry
-from kvmosaic.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.lab.eval.text.documents import Example, Recipe, TextSource
 from kvmosaic.layers import geometry_of
 from kvmosaic.memory import ChunkTensors
 from training.measure import Score

@@ -37,11 +37,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import score_case
-from kvmosaic.eval.loaders import load
-from kvmosaic.eval.tasks import Similar
-from kvmosaic.eval.text.recipes import MAX_RECORDS
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import score_case
+from kvmosaic.lab.eval.loaders import load
+from kvmosaic.lab.eval.tasks import Similar
+from kvmosaic.lab.eval.text.recipes import MAX_RECORDS
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import paragraph_for
 

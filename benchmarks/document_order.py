@@ -11,8 +11,8 @@ other reading then gives a distribution for every token of these answers:
     sequential, …    documents computed apart and read there, after the system text or a lead-in, nothing repaired
 
 and with each adapter. The loss is that of the accepted answer, above full attention's, with its standard error.
-Readings are dense forwards of packed rows (`kvmosaic.adapt.distillation`), which tests hold against the engine. Results
-go to benchmarks/results/.
+Readings are dense forwards of packed rows (`kvmosaic.lab.adapt.distillation`), which tests hold against the engine.
+Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from rich.progress import track
 from torch import Tensor
 
 from kvmosaic import LLM, ChunkCacheConfig
-from kvmosaic.adapt.corpus import lessons_of
-from kvmosaic.adapt.distillation import Lesson, PackedRows, composed_rows, forward, ordinary_rows
 from kvmosaic.assembly import adapter_folders
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import accepted_tokens, prompt_of
-from kvmosaic.eval.loaders import load
+from kvmosaic.lab.adapt.corpus import lessons_of
+from kvmosaic.lab.adapt.distillation import Lesson, PackedRows, composed_rows, forward, ordinary_rows
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import accepted_tokens, prompt_of
+from kvmosaic.lab.eval.loaders import load
 from kvmosaic.layout import arrange
 from kvmosaic.model import LoadedModel, load_model
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvmosaic.bench.campaign import Campaign, bench
-from kvmosaic.bench.models import Subject
-from kvmosaic.bench.peers import PEERS, BatchTimes, PeerOptions, RequestTimes, joined_ids
-from kvmosaic.bench.sizes import PRESETS
 from kvmosaic.container import this_machine
 from kvmosaic.errors import EngineError
+from kvmosaic.lab.bench.campaign import Campaign, bench
+from kvmosaic.lab.bench.models import Subject
+from kvmosaic.lab.bench.peers import PEERS, BatchTimes, PeerOptions, RequestTimes, joined_ids
+from kvmosaic.lab.bench.sizes import PRESETS
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 

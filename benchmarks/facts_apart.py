@@ -20,9 +20,9 @@ from random import Random
 from facts import RESULTS, save
 
 from kvmosaic import LLM, SamplingParams
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import contains_any
-from kvmosaic.eval.tasks import OneHop, TwoHop
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import contains_any
+from kvmosaic.lab.eval.tasks import OneHop, TwoHop
 from kvmosaic.prompt import Document
 
 WAYS = {"full": "full", "default": None, "none": "none", "first(8)": "first(8)"}

@@ -10,7 +10,7 @@ into the weights (`--merge-adapter`), or served by an engine that applies it to 
     questions   the questions of each file, asked without documents: how far the adapted model is from the base model
                 over the tokens of the base model's own greedy answers
 
-Forwards are dense ones of packed rows (`kvmosaic.adapt.distillation`). Results go to benchmarks/results/.
+Forwards are dense ones of packed rows (`kvmosaic.lab.adapt.distillation`). Results go to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 
 import kvmosaic
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
-from kvmosaic.adapt.distillation import forward, ordinary_rows
 from kvmosaic.assembly import adapter_folders
-from kvmosaic.eval.loaders import load
+from kvmosaic.lab.adapt.distillation import forward, ordinary_rows
+from kvmosaic.lab.eval.loaders import load
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 

@@ -1,4 +1,4 @@
-"""First token of a hybrid model with known documents in a new order (first(8) repaired), beside the whole prompt computed.
+"""First token of a hybrid model with known documents in a new order (first(8) repaired), beside the whole prompt.
 
 The weights are random: time does not depend on them. Rounds alternate, medians are printed, and one round that computes
 the documents for the first time.

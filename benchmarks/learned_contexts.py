@@ -26,7 +26,7 @@ from log_probabilities import Nearness
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvmosaic.eval.case import Case
+from kvmosaic.lab.eval.case import Case
 from kvmosaic.prompt import Document
 from kvmosaic.prompt.companions import paragraph_for
 

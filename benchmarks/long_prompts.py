@@ -31,10 +31,10 @@ from typing import Any
 from facts import RESULTS, save
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import accepted_tokens, contains_any, prompt_of
-from kvmosaic.eval.loaders import load_squad
-from kvmosaic.eval.tasks import Needle
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import accepted_tokens, contains_any, prompt_of
+from kvmosaic.lab.eval.loaders import load_squad
+from kvmosaic.lab.eval.tasks import Needle
 from kvmosaic.prompt import Document
 
 SEED = 7

@@ -51,8 +51,8 @@ from facts import RESULTS, save
 from vllm_plugin_engines import ENGINES, IN_PLACE, OWN, PLAIN, PLUGIN, Forked
 from vllm_plugin_works import DECODE, Work, measure, workloads
 
-from kvmosaic.bench.models import RANDOM_MODELS, model_folder
-from kvmosaic.bench.sizes import Sizes
+from kvmosaic.lab.bench.models import RANDOM_MODELS, model_folder
+from kvmosaic.lab.bench.sizes import Sizes
 
 ROOM = 2 << 30
 """Bytes for keys and values of each engine."""

@@ -131,7 +131,7 @@ class VLLM:
     def _sampling(self, prompt: Asked, num_answer: int) -> Any:
         extra: dict[str, Any] = {}
         if self._is_composing and prompt.chunks:
-            from kvmosaic.integrations.vllm.contract import Composition
+            from kvmosaic.vllm.contract import Composition
 
             composition = Composition(len(prompt.system), tuple(map(len, prompt.chunks)))
             extra = {"extra_args": {"kv_transfer_params": composition.to_params()}}

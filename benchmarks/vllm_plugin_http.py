@@ -43,8 +43,8 @@ from serving import Served, made_up_text
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.bench.models import RANDOM_MODELS
-from kvmosaic.bench.workloads import draw, zipf_weights
+from kvmosaic.lab.bench.models import RANDOM_MODELS
+from kvmosaic.lab.bench.workloads import draw, zipf_weights
 
 PLAIN, PLUGIN, OWN = "vllm serve", "kvmosaic vllm serve", "kvmosaic serve"
 NUM_DOCUMENTS, NUM_CATALOGUE, AT_ONCE, NUM_ANSWER = 4, 32, 4, 16

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from vllm_plugin_engines import Asked, Forked, Taken
 
-from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.workloads import TokenSource, draw, zipf_weights
+from kvmosaic.lab.bench.sizes import Sizes
+from kvmosaic.lab.bench.workloads import TokenSource, draw, zipf_weights
 
 NUM_CATALOGUE, NUM_ANSWER, NUM_AT_ONCE = 32, 16, 4
 NUM_READERS, NUM_DECODED = 8, 65

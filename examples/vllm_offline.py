@@ -7,7 +7,7 @@ import sys
 
 from vllm import LLM, SamplingParams
 
-from kvmosaic.integrations.vllm import chat, engine_arguments, generate
+from kvmosaic.vllm import chat, engine_arguments, generate
 
 FERRY = "The ferry to Oak Island leaves at nine. It carries bicycles."
 MILL = "The mill was built in 1907. It grinds oats."

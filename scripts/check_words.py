@@ -24,8 +24,8 @@ SKIPPED = (
     "benchmarks/results/",
     "scripts/check_words.py",
     "src/kvmosaic/bundled/",
-    "src/kvmosaic/eval/text/words.toml",  # texts for models
-    "src/kvmosaic/integrations/vllm/worker/trial/text.py",
+    "src/kvmosaic/lab/eval/text/words.toml",  # texts for models
+    "src/kvmosaic/vllm/worker/trial/text.py",
     "src/kvmosaic/prompt/companions.py",
     "tests/",
 )

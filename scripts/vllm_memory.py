@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvmosaic.capacity.model_facts import read_model
+from kvmosaic.lab.capacity.model_facts import read_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 HEADING = (

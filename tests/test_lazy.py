@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src"
+import kvmosaic
+
+SOURCE = Path(kvmosaic.__file__).parents[1]
 PACKAGES = sorted(
     ".".join(path.parent.relative_to(SOURCE).parts)
     for path in SOURCE.rglob("__init__.py")

@@ -18,8 +18,8 @@ from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, SamplingParams
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.cli import app
 from kvmosaic.errors import PromptTooLong
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.report import ChunkOutcome, ComposedReport
 
 POSITIONS = 128
 NAMES = ("Fenbury", "Tolbury", "Quinan", "Oakham", "Marl", "Denwick", "Silver", "Heron", "Amber", "Pearl")

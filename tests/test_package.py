@@ -132,10 +132,10 @@ for name in sys.argv[1].split():
 @pytest.mark.parametrize(
     "modules",
     [
-        "cli console.folder console.plan_output",
+        "cli console.folder lab.capacity.output",
         pytest.param(
             "llm chunks console.answer_output console.warm_folder console.model console.documents.sync console.demo "
-            "bench.campaign eval.measure adapt.run",
+            "lab.bench.campaign lab.eval.measure lab.adapt.run",
             marks=pytest.mark.slow,
         ),
     ],

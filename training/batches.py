@@ -7,7 +7,7 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from kvmosaic.eval.text.documents import Example
+from kvmosaic.lab.eval.text.documents import Example
 from training.layout import Strategy, place
 from training.model import PAD_SEGMENT, Batch
 from training.pointers import find_source, make_pointers

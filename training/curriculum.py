@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.recipes import (
+from kvmosaic.lab.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.lab.eval.text.recipes import (
     ChainRecipe,
     OrderRecipe,
     StoryRecipe,

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.recipes import (
+from kvmosaic.lab.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.lab.eval.text.recipes import (
     ChainRecipe,
     OrderRecipe,
     StoryRecipe,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvmosaic.eval.text.documents import Document, Example, Question
+from kvmosaic.lab.eval.text.documents import Document, Example, Question
 
 FOLDER = Path(__file__).parents[1] / "examples" / "documents"
 SYSTEM = "Answer the question from the documents."

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvmosaic.eval.text.documents import Example, TextSource
+from kvmosaic.lab.eval.text.documents import Example, TextSource
 from training.batches import SHAPES, Reading, Row, Shape, Writer, collate
 from training.model import Batch
 from training.tokenizer import PAD, token_id

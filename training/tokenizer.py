@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvmosaic.eval.text.documents import LISTS, Recipe, TextSource
+from kvmosaic.lab.eval.text.documents import LISTS, Recipe, TextSource
 
 VOCABULARY = 3072
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"

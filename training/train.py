@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.recipes import (
+from kvmosaic.lab.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.lab.eval.text.recipes import (
     ChainRecipe,
     OrderRecipe,
     StoryRecipe,

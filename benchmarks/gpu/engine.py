@@ -16,10 +16,10 @@ from benchmarks.gpu.report import LAUNCHED
 from benchmarks.gpu.stage import Stage
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, RequestOutput, SamplingParams
 from kvmosaic.attention import BackendName
-from kvmosaic.bench.models import RANDOM_MODELS
-from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.workloads import TokenSource
 from kvmosaic.engine.self_check.whole import run_self_check
+from kvmosaic.lab.bench.models import RANDOM_MODELS
+from kvmosaic.lab.bench.sizes import Sizes
+from kvmosaic.lab.bench.workloads import TokenSource
 from kvmosaic.model import LoadedModel
 
 GIB = 2**30

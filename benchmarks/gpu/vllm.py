@@ -41,8 +41,8 @@ def measure(stage: Stage) -> None:
     import vllm_plugin_works as works
     from vllm_plugin_engines import IN_PLACE, PLAIN, PLUGIN, Forked
 
-    from kvmosaic.bench.sizes import Sizes
-    from kvmosaic.bench.workloads import TokenSource
+    from kvmosaic.lab.bench.sizes import Sizes
+    from kvmosaic.lab.bench.workloads import TokenSource
 
     documents = [(3, 24)] if stage.is_dry else [(8, 512), (8, 2_048)]
     if not stage.is_dry and _device_bytes() > 100 * GIB:

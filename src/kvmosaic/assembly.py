@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -27,6 +28,7 @@ from kvmosaic.prompt import Prompt, PromptEncoder
 from kvmosaic.prompt.conversation import schemas_of
 from kvmosaic.prompt.patterns import always_fits, read_find_documents
 from kvmosaic.prompt.segment import has_segments
+from kvmosaic.repair import FirstTokens, repair_policy
 from kvmosaic.tiers import TieredStore, open_tiers, parse_tier_url
 from kvmosaic.tools import ToolRequest, read_tool_request
 from kvmosaic.tuned_settings import PROFILE_NAME
@@ -305,7 +307,9 @@ def runs_in_llama(name: str | Path, engine: EngineName, dtype: str, kv_cache_dty
         )
     if engine == "llama":
         return True
-    from kvmosaic.llama.interface import is_installed
+
+    def is_installed() -> bool:
+        return find_spec("kvmosaic.llama") is not None and cast(Any, engine_named("llama.cpp")).is_installed()
 
     if is_gguf and engine == "auto" and dtype == "auto" and is_installed():
         return True
@@ -393,7 +397,8 @@ def build_engine(
     if model.state_bytes:
         max_states = _states_within(request_bytes, model.state_bytes, _TURN_TOKENS * model.bytes_per_token())
         request_bytes -= max_states * model.state_bytes
-    repaired_tokens = config.repaired_tokens if model.map_bytes else 0
+    policy = repair_policy(config.repair)
+    repaired_tokens = policy.tokens if model.map_bytes and isinstance(policy, FirstTokens) else 0
     num_maps = 2 if repaired_tokens else 1  # of a whole document, and of what is never repaired
     fingerprint = f"{model.fingerprint} after {repaired_tokens}" if repaired_tokens else model.fingerprint
     request_blocks = blocks_within(request_bytes, bytes_per_block, "request_cache_size")

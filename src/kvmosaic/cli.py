@@ -10,13 +10,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvmosaic.adapt.command import adapt_command
-from kvmosaic.bench.bench_command import bench_command
 from kvmosaic.console.documents.commands import documents
 from kvmosaic.console.help import CommandGroup, HelpCommand, ShortHelpCommand, show_all
 from kvmosaic.console.options import (
@@ -30,10 +30,7 @@ from kvmosaic.console.options import (
     Takes,
     grouped,
 )
-from kvmosaic.console.plan import plan
-from kvmosaic.console.vllm_commands import vllm
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.eval.commands import eval_command, tune_command
 
 LOADING = "dtype device num_threads prepack engine kv_cache_dtype adapter merge_adapter"
 LENGTHS = "long_chunks max_section_tokens max_chunk_tokens hash_algorithm companions"
@@ -72,7 +69,16 @@ app = CommandGroup(
     pretty_exceptions_enable=False,
 )
 app.add_typer(documents, name="documents")
-app.add_typer(vllm, name="vllm")
+
+
+def _add(name: str, annex: str, module: str, function: str) -> None:
+    """Adds a command of vLLM's or the lab's folder, if that is there: nothing else of the package imports these."""
+    if find_spec(f"kvmosaic.{annex}"):
+        command = getattr(import_module(f"kvmosaic.{annex}.{module}"), function)
+        app.add_typer(command, name=name) if isinstance(command, typer.Typer) else app.command(name)(command)
+
+
+_add("vllm", "vllm", "commands", "vllm")
 
 
 def main() -> None:
@@ -133,7 +139,7 @@ def run(
     run_prompts(opening, asking, sampling.params(), as_json)
 
 
-app.command()(plan)
+_add("plan", "lab", "capacity.command", "plan")
 
 
 @app.command()
@@ -156,9 +162,7 @@ def check(
 
     os.environ[VARIABLE] = "none"  # what earlier starts have found is found again
     if in_vllm:
-        from kvmosaic.console.vllm_check import show_engine_check
-
-        if not show_engine_check(opening.model, vllm_options or ()):
+        if not import_module("kvmosaic.vllm.check").show_engine_check(opening.model, vllm_options or ()):
             raise typer.Exit(1)
         return
     if vllm_options:
@@ -189,10 +193,10 @@ def demo(
     run_demo(opening.changed(repair="none"), bundled_documents())
 
 
-app.command("bench")(bench_command)
-app.command("eval")(eval_command)
-app.command("tune")(tune_command)
-app.command("adapt")(adapt_command)
+_add("bench", "lab", "bench.bench_command", "bench_command")
+_add("eval", "lab", "eval.commands", "eval_command")
+_add("tune", "lab", "eval.commands", "tune_command")
+_add("adapt", "lab", "adapt.command", "adapt_command")
 
 
 @app.command()

@@ -15,8 +15,8 @@ from support.families import build
 from support.loaded import loaded_family, random_prompt
 
 from kvmosaic import LLM
-from kvmosaic.adapt.distillation import PackedRows, composed_rows, decoder_layers, forward, ordinary_rows
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
+from kvmosaic.lab.adapt.distillation import PackedRows, composed_rows, decoder_layers, forward, ordinary_rows
 from kvmosaic.layout import ChunkContext, arrange
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt

@@ -18,13 +18,13 @@ from support.families import build
 from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic import LLM, SamplingParams
-from kvmosaic.adapt import trainer as trainer_module
-from kvmosaic.adapt.corpus import Corpus, Question, lessons_of
-from kvmosaic.adapt.distillation import LossWeights
-from kvmosaic.adapt.trainer import AdaptSettings, Trained, Trainer
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidAdapter, InvalidConfig
-from kvmosaic.eval.case import Case
+from kvmosaic.lab.adapt import trainer as trainer_module
+from kvmosaic.lab.adapt.corpus import Corpus, Question, lessons_of
+from kvmosaic.lab.adapt.distillation import LossWeights
+from kvmosaic.lab.adapt.trainer import AdaptSettings, Trained, Trainer
+from kvmosaic.lab.eval.case import Case
 from kvmosaic.model import LoadedModel
 from kvmosaic.model.lora import read_adapter
 from kvmosaic.prompt import Document

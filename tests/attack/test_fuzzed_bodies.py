@@ -24,7 +24,7 @@ from support.fuzz import SEEDS, Case, Fuzzer
 from support.server import RunningServer
 from support.target import slowness
 
-from kvmosaic.bench.measurement import resident_bytes
+from kvmosaic.lab.bench.measurement import resident_bytes
 
 COUNT = int(os.environ.get("KVMOSAIC_FUZZ", "0"))
 SEED = int(os.environ.get("KVMOSAIC_FUZZ_SEED", "1"))

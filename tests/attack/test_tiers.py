@@ -21,9 +21,9 @@ from tiers.conformance import entry_of
 from tiers.damage import DAMAGES, Damaged
 from tiers.faulty_files import FaultyFiles
 
-from kvmosaic.bench.measurement import forget_peak, resident_bytes
 from kvmosaic.cache.keys import Key
 from kvmosaic.errors import TierError
+from kvmosaic.lab.bench.measurement import forget_peak, resident_bytes
 from kvmosaic.tiers import Deadline, Tier, TieredStore
 from kvmosaic.tiers.breaker import Breaker
 from kvmosaic.tiers.disk.files import is_draft

@@ -10,12 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvmosaic.bench import campaign, results
-from kvmosaic.bench.measurement import BenchRow, measure
-from kvmosaic.bench.results import can_plot
-from kvmosaic.bench.workloads import Workload
 from kvmosaic.cli import app
 from kvmosaic.errors import pip_install
+from kvmosaic.lab.bench import campaign, results
+from kvmosaic.lab.bench.measurement import BenchRow, measure
+from kvmosaic.lab.bench.results import can_plot
+from kvmosaic.lab.bench.workloads import Workload
 from kvmosaic.model.transformers_loading import dtype_on
 
 QUICK = (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.bench.models import Subject
-from kvmosaic.bench.peers import PeerOptions, open_peers
 from kvmosaic.errors import EngineError
+from kvmosaic.lab.bench.models import Subject
+from kvmosaic.lab.bench.peers import PeerOptions, open_peers
 from kvmosaic.model import load_model
 from kvmosaic.prompt import Prompt
 

@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 from support.fake_peer import FakePeer
 
-from kvmosaic.bench.campaign import add_shares
-from kvmosaic.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
-from kvmosaic.bench.models import Limits, TokenCost, measure_limits
-from kvmosaic.bench.peers import OFF, OWN
-from kvmosaic.bench.report import BenchReport, save_plots
-from kvmosaic.bench.results import can_plot
-from kvmosaic.bench.sizes import Sizes
-from kvmosaic.bench.workloads import build_workloads
+from kvmosaic.lab.bench.campaign import add_shares
+from kvmosaic.lab.bench.measurement import BenchRow, Spread, forget_peak, measure, num_answers, resident_bytes
+from kvmosaic.lab.bench.models import Limits, TokenCost, measure_limits
+from kvmosaic.lab.bench.peers import OFF, OWN
+from kvmosaic.lab.bench.report import BenchReport, save_plots
+from kvmosaic.lab.bench.results import can_plot
+from kvmosaic.lab.bench.sizes import Sizes
+from kvmosaic.lab.bench.workloads import build_workloads
 
 GENERATE = "transformers generate"
 SIZES = Sizes(4, 2, 8, 3, 4, 16, 4, 2, 5, 50, 10, 2)

@@ -11,9 +11,9 @@ from support.gguf import save_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.bench.models import RANDOM_MODELS, model_folder, weigh, weigh_file
-from kvmosaic.bench.peers import GeneratePeer, OwnPeer, PeerOptions
 from kvmosaic.errors import InvalidConfig, ModelNotFound
+from kvmosaic.lab.bench.models import RANDOM_MODELS, model_folder, weigh, weigh_file
+from kvmosaic.lab.bench.peers import GeneratePeer, OwnPeer, PeerOptions
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Prompt
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.bench.sizes import FULL, QUICK, Sizes
-from kvmosaic.bench.workloads import EXPECTED_REUSE, FAMILIES, Workload, build_workloads, draw, zipf_weights
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.lab.bench.sizes import FULL, QUICK, Sizes
+from kvmosaic.lab.bench.workloads import EXPECTED_REUSE, FAMILIES, Workload, build_workloads, draw, zipf_weights
 
 SMALL = Sizes(4, 4, 8, 3, 4, 16, 3, 5, 20, 50, 30, 4)
 

@@ -8,9 +8,9 @@ import transformers
 from support.families import FAMILIES, HYBRIDS, configuration, each_family
 from support.loaded import loaded_family
 
-from kvmosaic.capacity import ModelFacts
-from kvmosaic.capacity.meta_count import count
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.lab.capacity import ModelFacts
+from kvmosaic.lab.capacity.meta_count import count
 from kvmosaic.memory import BlockStorage
 
 UNCOUNTED = {"jetmoe": "sends tokens to experts inside its attention, by their numbers"}

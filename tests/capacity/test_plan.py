@@ -8,9 +8,9 @@ from subprocess import run
 
 import pytest
 
-from kvmosaic.capacity import Demand, ModelFacts, plan_capacity
-from kvmosaic.capacity.plan import codec_share, parse_headroom
 from kvmosaic.errors import InvalidConfig
+from kvmosaic.lab.capacity import Demand, ModelFacts, plan_capacity
+from kvmosaic.lab.capacity.plan import codec_share, parse_headroom
 from kvmosaic.layers import LayerShape
 from kvmosaic.layout import arrange
 
@@ -22,7 +22,7 @@ DEMAND = Demand(10_000, 1_000, 8, 4, system_tokens=100, question_tokens=30, answ
 
 
 def test_import_needs_no_torch() -> None:
-    code = "import sys, kvmosaic.capacity; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, kvmosaic.lab.capacity; print({'torch', 'transformers'} & set(sys.modules))"
     assert run((sys.executable, "-c", code), capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvmosaic.assembly import bundled_reader
-from kvmosaic.capacity.model_facts import memory_here
 from kvmosaic.cli import app
+from kvmosaic.lab.capacity.model_facts import memory_here
 from kvmosaic.model import load_model
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 

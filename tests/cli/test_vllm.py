@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.front import command
-from kvmosaic.integrations.vllm.front.command import serving
-from kvmosaic.integrations.vllm.settings import document_cache, is_composing_required, tier_config
+from kvmosaic.vllm.front import command
+from kvmosaic.vllm.front.command import serving
+from kvmosaic.vllm.settings import document_cache, is_composing_required, tier_config
 
-MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+MIDDLEWARE = "kvmosaic.vllm.ComposedDocuments"
 CONNECTOR = '{"kv_connector": "kvmosaic", "kv_role": "kv_both"}'
 
 
@@ -46,7 +46,7 @@ def test_options_of_vllm_stay_in_their_order_and_ours_come_behind() -> None:
         ["--kv-transfer-config.kv_connector", "kvmosaic"],
         ["--kv-transfer-config.kv_connector=kvmosaic", "--kv-transfer-config.kv_role=kv_both"],
         ["--middleware", MIDDLEWARE],
-        ["--middleware", "kvmosaic.integrations.vllm.front.middleware.ComposedDocuments"],
+        ["--middleware", "kvmosaic.vllm.front.middleware.ComposedDocuments"],
         ["--enable-prefix-caching"],
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvmosaic.integrations.vllm.front.command import serving
-from kvmosaic.integrations.vllm.plugin import NAME
-from kvmosaic.integrations.vllm.settings import tier_config
+from kvmosaic.vllm.front.command import serving
+from kvmosaic.vllm.plugin import NAME
+from kvmosaic.vllm.settings import tier_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "vllm"

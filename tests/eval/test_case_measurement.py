@@ -10,12 +10,12 @@ import torch
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval import run
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import Recalled, accepted_tokens, ask, divergence, prompt_of
-from kvmosaic.eval.run import _open, evaluate
-from kvmosaic.eval.tasks import TwoHop
-from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.lab.eval import run
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import Recalled, accepted_tokens, ask, divergence, prompt_of
+from kvmosaic.lab.eval.run import _open, evaluate
+from kvmosaic.lab.eval.tasks import TwoHop
+from kvmosaic.lab.eval.variants import FULL, Variant
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvmosaic.bench.results import can_plot
 from kvmosaic.cli import app
-from kvmosaic.eval.report import EvalReport, save_plot
-from kvmosaic.eval.rows import CaseResult, TaskRow
-from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.lab.bench.results import can_plot
+from kvmosaic.lab.eval.report import EvalReport, save_plot
+from kvmosaic.lab.eval.rows import CaseResult, TaskRow
+from kvmosaic.lab.eval.variants import FULL, Variant
 from kvmosaic.model.cpu.prepack import cpu_has_bfloat16
 
 FEW = ("eval", "--tasks", "one-hop(2),story", "--cases", "2", "--num-threads", "1", "--capacity", "64MiB")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval import loaders
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.loaders import FORMATS, load
+from kvmosaic.lab.eval import loaders
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.loaders import FORMATS, load
 from kvmosaic.prompt import Document
 
 HOTPOT = {

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, InvalidDocument
-from kvmosaic.eval.case import draw_documents
-from kvmosaic.eval.cases import Library, gather, own_cases, own_questions
-from kvmosaic.eval.loaders import load
+from kvmosaic.lab.eval.case import draw_documents
+from kvmosaic.lab.eval.cases import Library, gather, own_cases, own_questions
+from kvmosaic.lab.eval.loaders import load
 from kvmosaic.prompt import Document
 from kvmosaic.tuned_settings import read_profile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.eval.report import pareto_front
+from kvmosaic.lab.eval.report import pareto_front
 
 SMALL = st.integers(0, 6).map(float)
 POINTS = st.lists(st.tuples(SMALL, SMALL), max_size=30)

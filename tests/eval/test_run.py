@@ -12,12 +12,12 @@ from support.loaded import chatting_llama
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkCacheFull, InvalidConfig, RequestTooLarge
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import prompt_of
-from kvmosaic.eval.cases import gather
-from kvmosaic.eval.run import Evaluation, evaluate
-from kvmosaic.eval.tasks import USUAL_TASKS, Long, OneHop, Similar, task
-from kvmosaic.eval.variants import FULL, OTHER_ORDER, Variant, variants
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import prompt_of
+from kvmosaic.lab.eval.cases import gather
+from kvmosaic.lab.eval.run import Evaluation, evaluate
+from kvmosaic.lab.eval.tasks import USUAL_TASKS, Long, OneHop, Similar, task
+from kvmosaic.lab.eval.variants import FULL, OTHER_ORDER, Variant, variants
 from kvmosaic.llm import LLM
 from kvmosaic.model import LoadedModel, load_model
 from kvmosaic.prompt import Document, SegmentKind

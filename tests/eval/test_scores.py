@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval import case_measurement as scores
-from kvmosaic.eval.case import METRICS, Metric
+from kvmosaic.lab.eval import case_measurement as scores
+from kvmosaic.lab.eval.case import METRICS, Metric
 
 WORDS = st.sampled_from("the a red Red, green kettle. kettle's 17 17th of élan – AN".split())
 TEXTS = st.lists(WORDS, max_size=9).map(" ".join)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmosaic.eval.rows import CaseResult, TaskRow, findings, percentile, summarize
-from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.lab.eval.rows import CaseResult, TaskRow, findings, percentile, summarize
+from kvmosaic.lab.eval.variants import FULL, Variant
 
 NONE, SOME, MUCH = Variant(), Variant(repair="query(0.15)"), Variant(repair="first(64)")
 

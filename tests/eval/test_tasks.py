@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 from kvmosaic.assembly import bundled_reader
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import score_case
-from kvmosaic.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
-from kvmosaic.eval.text.documents import Recipe, TextSource
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import score_case
+from kvmosaic.lab.eval.tasks import TASKS, Long, Needle, OneHop, Order, Story, TwoHop, task
+from kvmosaic.lab.eval.text.documents import Recipe, TextSource
 from kvmosaic.prompt.companions import alike_companions, like_one_before
 
 NAMES = tuple(TASKS)

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from kvmosaic import LLM, ChunkCacheConfig, SamplingParams
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.case import Case
-from kvmosaic.eval.case_measurement import prompt_of, score
-from kvmosaic.eval.measure import EvalModel
-from kvmosaic.eval.tune import Tuning, tune
-from kvmosaic.eval.tuner import goal_of
-from kvmosaic.eval.variants import FULL, Variant, variants
+from kvmosaic.lab.eval.case import Case
+from kvmosaic.lab.eval.case_measurement import prompt_of, score
+from kvmosaic.lab.eval.measure import EvalModel
+from kvmosaic.lab.eval.tune import Tuning, tune
+from kvmosaic.lab.eval.tuner import goal_of
+from kvmosaic.lab.eval.variants import FULL, Variant, variants
 from kvmosaic.model import load_model
 from kvmosaic.model.lora import write_adapter
 from kvmosaic.prompt import Document

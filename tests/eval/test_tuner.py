@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.eval.rows import CaseResult, TaskRow
-from kvmosaic.eval.tuner import choose, goal_of
-from kvmosaic.eval.variants import FULL, Variant
+from kvmosaic.lab.eval.rows import CaseResult, TaskRow
+from kvmosaic.lab.eval.tuner import choose, goal_of
+from kvmosaic.lab.eval.variants import FULL, Variant
 from kvmosaic.tuned_settings import Goal
 
 NONE, FIRST, QUERY = Variant(repair="none"), Variant(repair="first(4)"), Variant(repair="query(0.15)")

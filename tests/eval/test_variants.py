@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmosaic.errors import InvalidConfig, InvalidRepair
-from kvmosaic.eval.cases import gather, parts_of
-from kvmosaic.eval.variants import FULL, Variant, variants
+from kvmosaic.lab.eval.cases import gather, parts_of
+from kvmosaic.lab.eval.variants import FULL, Variant, variants
 
 
 def test_full_attention_is_there_once_and_first() -> None:

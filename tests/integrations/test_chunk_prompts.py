@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import (
+from kvmosaic.layout import Layout
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.scheduler.chunk_prompts import (
     first_private_block,
     recomputed_runs,
     repaired_runs,
     take_apart,
 )
-from kvmosaic.layout import Layout
 
 COMPOSITIONS = st.builds(
     lambda system, chunks, strategy, context, texts, companions: Composition(

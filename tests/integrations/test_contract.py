@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.tokenizers import make_tokenizer
 
 from kvmosaic.errors import InvalidConfig, InvalidTokenId
-from kvmosaic.integrations.vllm.contract import Composition, How, ModelFacts, choose_strategy, composed
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Document, PromptEncoder
 from kvmosaic.prompt.settings import PromptOptions
+from kvmosaic.vllm.contract import Composition, How, ModelFacts, choose_strategy, composed
 
 COMPOSITIONS = st.builds(
     lambda system, chunks, strategy, context, repair, named, texts, continues, companions, place: Composition(

@@ -11,10 +11,10 @@ from support.real.oracle import Asked, Oracle
 from support.weights import randomize
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvmosaic.integrations.vllm.composed_check import DenseReference, DenseRows, distance, load_reference
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import repaired_runs
 from kvmosaic.layout import dense, repaired
+from kvmosaic.vllm.composed_check import DenseReference, DenseRows, distance, load_reference
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.scheduler.chunk_prompts import repaired_runs
 
 SYSTEM, CHUNKS, QUESTION, ANSWER = (
     range(10, 15),

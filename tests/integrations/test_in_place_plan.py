@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import repaired_runs, take_apart
-from kvmosaic.integrations.vllm.scheduler.in_place import InPlacePlan
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.scheduler.chunk_prompts import repaired_runs, take_apart
+from kvmosaic.vllm.scheduler.in_place import InPlacePlan
 
 BLOCK = 4
 

@@ -5,16 +5,16 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport, ReportShelf
-from kvmosaic.integrations.vllm.report_counters import (
+from kvmosaic.metrics import catalogue
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.report import ChunkOutcome, ComposedReport, ReportShelf
+from kvmosaic.vllm.report_counters import (
     FAMILIES,
     MAX_REASONS,
     ReportCounters,
     merged,
     summary,
 )
-from kvmosaic.metrics import catalogue
 
 SHAPE = Composition(system=6, chunks=(4, 8, 5, 2), repair=3)
 OUTCOMES = (ChunkOutcome("computed"), ChunkOutcome("awaited"), ChunkOutcome("cached", "disk"), ChunkOutcome("cached"))

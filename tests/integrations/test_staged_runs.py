@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.integrations.vllm.operations import FetchReport, StoredRun
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
-from kvmosaic.integrations.vllm.scheduler.staged_runs import MISS_SECONDS, Staging
-from kvmosaic.integrations.vllm.scheduler.tier_side import engine_fingerprint, stored_runs
-from kvmosaic.integrations.vllm.settings import tier_config
+from kvmosaic.vllm.operations import FetchReport, StoredRun
+from kvmosaic.vllm.scheduler.chunk_prompts import ChunkPrompt
+from kvmosaic.vllm.scheduler.staged_runs import MISS_SECONDS, Staging
+from kvmosaic.vllm.scheduler.tier_side import engine_fingerprint, stored_runs
+from kvmosaic.vllm.settings import tier_config
 
 PROMPT = ChunkPrompt.of((1, 2, 3), (4, 5, 6, 7), 16)
 

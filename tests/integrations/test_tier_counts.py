@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvmosaic.cache.keys import Key
-from kvmosaic.integrations.vllm.report_counters import ReportCounters
-from kvmosaic.integrations.vllm.worker.tier_side import TierCounts
 from kvmosaic.tiers import Deadline, HostTier, TieredStore
+from kvmosaic.vllm.report_counters import ReportCounters
+from kvmosaic.vllm.worker.tier_side import TierCounts
 
 
 def test_counts_grow_by_what_is_new_and_are_looked_at_once_a_second():

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.operations import FetchReport, FingerprintReport, Operations
-from kvmosaic.integrations.vllm.scheduler.chunk_prompts import ChunkPrompt
-from kvmosaic.integrations.vllm.scheduler.tier_side import Tiering
+from kvmosaic.vllm.operations import FetchReport, FingerprintReport, Operations
+from kvmosaic.vllm.scheduler.chunk_prompts import ChunkPrompt
+from kvmosaic.vllm.scheduler.tier_side import Tiering
 
 BLOCK = 4
 PROMPT = ChunkPrompt.of((1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11), BLOCK)  # 5 seen, 6 of the chunk, 1 of padding

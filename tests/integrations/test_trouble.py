@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.operations import WorkerFacts, block_bytes
-from kvmosaic.integrations.vllm.scheduler.trouble import (
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.operations import WorkerFacts, block_bytes
+from kvmosaic.vllm.scheduler.trouble import (
     connectors_trouble,
     engine_trouble,
     reads_in_place,

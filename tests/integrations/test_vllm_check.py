@@ -10,9 +10,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvmosaic.cli import app
-from kvmosaic.console.vllm_check import engine_table, finding_table, verdict, worker_table
 from kvmosaic.errors import pip_install
-from kvmosaic.integrations.vllm.check import CheckResult, EngineCheck, WorkerDiagnostics, reading_findings
+from kvmosaic.vllm.check import (
+    CheckResult,
+    EngineCheck,
+    WorkerDiagnostics,
+    engine_table,
+    finding_table,
+    reading_findings,
+    verdict,
+    worker_table,
+)
 
 WORKER = WorkerDiagnostics(
     "0.1", "npu:1", 2, ("2 x ascend, blocks of 128",), ("2 x 64 of 64",), "", "no [metadata] here", ""

@@ -6,15 +6,15 @@ import importlib.util
 import re
 from pathlib import Path
 
-from kvmosaic.integrations.vllm import settings as ours
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.front import settings
-from kvmosaic.integrations.vllm.front.command import MIDDLEWARE, serving
-from kvmosaic.integrations.vllm.report_counters import FAMILIES
+from kvmosaic.vllm import settings as ours
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.front import settings
+from kvmosaic.vllm.front.command import MIDDLEWARE, serving
+from kvmosaic.vllm.report_counters import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
-SOURCE = ROOT / "src" / "kvmosaic" / "integrations" / "vllm"
+SOURCE = ROOT / "src" / "kvmosaic" / "vllm"
 
 
 def section(heading: str) -> str:

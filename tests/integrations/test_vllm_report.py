@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.contract import Composition
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
 from kvmosaic.server.generation.usage import ReplyReport
+from kvmosaic.vllm.contract import Composition
+from kvmosaic.vllm.report import ChunkOutcome, ComposedReport
 
 CACHED = ChunkOutcome("cached")
 SHAPE = Composition(system=6, chunks=(4, 8), ids=("ferry", None))

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from kvmosaic import ChunkCacheConfig
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, NotMovable
-from kvmosaic.eval.variants import variants
-from kvmosaic.integrations.vllm.contract import Composition, How
+from kvmosaic.lab.eval.variants import variants
 from kvmosaic.layout import arrange
 from kvmosaic.layout.strategies import STRATEGIES, PositionStrategy
 from kvmosaic.prompt import Prompt
 from kvmosaic.server.openai.chat_request import ChatRequest
 from kvmosaic.server.read import read_settings
+from kvmosaic.vllm.contract import Composition, How
 
 PROMPT = Prompt.from_tokens([5, 6, 7], [list(range(10, 29)), list(range(40, 47)), list(range(60, 72))], [90, 91, 92])
 

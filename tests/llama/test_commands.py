@@ -12,10 +12,10 @@ from support.llama_engine import reader_file
 from typer.testing import CliRunner, Result
 
 from kvmosaic import LLM, ChunkCacheConfig
-from kvmosaic.capacity import read_model
-from kvmosaic.capacity.model_facts import read_gguf_facts
 from kvmosaic.cli import app
 from kvmosaic.errors import InvalidConfig, pip_install
+from kvmosaic.lab.capacity import read_model
+from kvmosaic.lab.capacity.model_facts import read_gguf_facts
 from kvmosaic.llama import interface
 from kvmosaic.model.formats.gguf.file import read_gguf
 

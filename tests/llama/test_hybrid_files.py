@@ -12,9 +12,9 @@ from support.gguf_families import hybrid_file
 from typer.testing import CliRunner
 
 from kvmosaic import LLM, SamplingParams
-from kvmosaic.capacity.model_facts import read_gguf_facts
 from kvmosaic.cli import app
 from kvmosaic.errors import UnsupportedModel
+from kvmosaic.lab.capacity.model_facts import read_gguf_facts
 from kvmosaic.llama.model import load_llama
 
 pytestmark = pytest.mark.usefixtures("seen_by_caplog")

@@ -12,8 +12,8 @@ import torch
 from support.families import build
 
 from kvmosaic.assembly import profile_place
-from kvmosaic.capacity import read_model
 from kvmosaic.errors import ModelNotFound
+from kvmosaic.lab.capacity import read_model
 from kvmosaic.model import load_model
 from kvmosaic.model.formats import FORMATS, LoadRequest, ModelFormat, ReadModel, describe_formats
 

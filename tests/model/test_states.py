@@ -155,7 +155,7 @@ def test_a_layer_is_its_own_where_no_mixer_is_in_scope() -> None:
 
 def test_what_hybrid_models_cannot_do_is_refused_with_the_reason(tmp_path: Any) -> None:
     from kvmosaic import ChunkCacheConfig, EngineConfig
-    from kvmosaic.adapt.trainer import AdaptSettings, Trainer
+    from kvmosaic.lab.adapt.trainer import AdaptSettings, Trainer
 
     with Float64():
         model = LoadedModel.from_module(build("lfm2"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvmosaic.bench.peers import BatchTimes, RequestTimes
+from kvmosaic.lab.bench.peers import BatchTimes, RequestTimes
 from kvmosaic.prompt import Prompt
 
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from kvmosaic.bench.measurement import forget_peak, resident_bytes
+from kvmosaic.lab.bench.measurement import forget_peak, resident_bytes
 from support.cpu_time import waited_seconds
 from support.server import ServeCommand
 

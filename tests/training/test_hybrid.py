@@ -9,7 +9,7 @@ from support.hybrid import composed_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvmosaic import LLM, SamplingParams
-from kvmosaic.eval.tasks import OneHop
+from kvmosaic.lab.eval.tasks import OneHop
 from training.evaluate import load_reader
 from training.export import export
 from training.model import Reader, ReaderConfig

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvmosaic.eval.text.documents import Recipe, TextSource
-from kvmosaic.eval.text.recipes import ChainRecipe, chain_example
+from kvmosaic.lab.eval.text.documents import Recipe, TextSource
+from kvmosaic.lab.eval.text.recipes import ChainRecipe, chain_example
 from training.batches import Reading, Shape, Writer, collate
 from training.curriculum import STAGES, copying_row, draw_reading, draw_row, stage_at
 from training.grow import grow

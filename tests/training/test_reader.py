@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvmosaic.eval.text.documents import Recipe, TextSource
+from kvmosaic.lab.eval.text.documents import Recipe, TextSource
 from training.batches import Reading, Writer
 from training.evaluate import MAIN, load_reader
 from training.layout import STRATEGIES, Strategy

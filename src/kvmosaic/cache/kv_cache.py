@@ -62,8 +62,7 @@ class KVCache(TenantChunks):
             prefix_caching: whether blocks outside chunks are cached for later requests.
             bytes_per_block: of all layers together, for quotas and usage.
             max_states: for a model with states, how many of them the prefix cache may hold; 0: the model has none.
-            repaired_tokens: for such a model, how many first tokens of a chunk may be repaired, so that what the rest
-                of it does to a state is kept, too.
+            repaired_tokens: for such a model, how many first tokens of chunks may be repaired.
             clock: monotonic seconds.
         """
         policy = choose(config.eviction)
@@ -77,7 +76,7 @@ class KVCache(TenantChunks):
         self.has_states = max_states > 0
         """Whether the model has layers with a state."""
         self.repaired_tokens = repaired_tokens if self.has_states else 0
-        """How many first tokens of chunks can be repaired, where the model has states."""
+        """How many first tokens of chunks can be repaired: what the rest of each does to a state is kept, too."""
         self._prefix = PrefixCache(
             self.request_pool, policy, clock, bytes_per_block=bytes_per_block, verify=verify, max_states=max_states
         )

@@ -16,7 +16,7 @@ from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_fi
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.segment import DocumentsOrder
 from kvmosaic.prompt.separator import read_separator
-from kvmosaic.repair import DEFAULT_REPAIR, FORMS, FirstTokens, RepairPolicy, repair_policy
+from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
 from kvmosaic.repair.policy import MAX_POLICY_CHARACTERS
 
 _AUTO: Any = Unset("auto")
@@ -187,17 +187,8 @@ class ChunkCacheConfig:
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
     def repair_after(self, context: ChunkContext) -> str | RepairPolicy:
-        """Repair of documents that saw this and are not alike: where nothing is set, none after companions.
-
-        (Companions do not help the states of a model: there, first tokens are repaired in any case.)
-        """
+        """Repair of documents that saw this and are not alike: where nothing is set, none after companions."""
         return "none" if context == "companions" and not self.says("repair") else self.repair
-
-    @property
-    def repaired_tokens(self) -> int:
-        """How many first tokens of every document are repaired, if it is first(k), whatever documents saw."""
-        policy = repair_policy(self.repair)
-        return policy.tokens if isinstance(policy, FirstTokens) else 0
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -13,12 +13,12 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.engine.request_repair import (
     MAX_REPAIR_LOOKS,
     RequestRepair,
-    check_model,
     repair_of,
+    unsuited,
     why_not_repaired,
 )
 from kvmosaic.engine.rolling_window import check_positions
-from kvmosaic.errors import InvalidOffset, InvalidPrompt, KVMosaicError, NotMovable, PromptTooLong
+from kvmosaic.errors import InvalidOffset, InvalidPrompt, InvalidRepair, KVMosaicError, NotMovable, PromptTooLong
 from kvmosaic.layout import (
     BASE_MODEL,
     IN_FULL,
@@ -162,8 +162,8 @@ class Placer:
         room = kv_cache.request_pool.num_blocks * kv_cache.request_pool.block_size
         self._max_in_full = min(room, max_positions or room)
         self._has_default = not config.says("repair")
-        if not self._has_default:
-            check_model(self.repair, model, kv_cache.repaired_tokens)
+        if not self._has_default and (reason := unsuited(self.repair, model, kv_cache.repaired_tokens)):
+            raise InvalidRepair(reason)
 
     def place(
         self,

@@ -200,10 +200,7 @@ def repair_of(
 def why_not_repaired(
     policy: RepairPolicy, layout: Layout, model: EngineModel, *, has_window: bool, first: int = 0
 ) -> str:
-    """Why a request cannot be repaired by this policy, and how to fix it; empty when it can.
-
-    With states, only so many `first` tokens of every document can be.
-    """
+    """Why a request cannot be repaired by this policy (with states, `first(first)` only), and the way out; or empty."""
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if has_window:
@@ -227,16 +224,11 @@ def why_not_repaired(
         first_tokens = dict.fromkeys((index for index, span in enumerate(layout.spans) if span.is_chunk), (0,))
         if reason := model.why_unreadable(repaired(layout, first_tokens)):
             return f"repair={policy}: {reason}"
-    return _unsuited(policy, model, first)
+    return unsuited(policy, model, first)
 
 
-def check_model(policy: RepairPolicy, model: EngineModel, first: int) -> None:
-    """Raises InvalidRepair if a policy does not support a model."""
-    if reason := _unsuited(policy, model, first):
-        raise InvalidRepair(reason)
-
-
-def _unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
+def unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
+    """Why a policy does not support a model; empty if it does."""
     if isinstance(policy, NoRepair | FullRepair):
         return ""
     if reason := model.no_repair_reason:

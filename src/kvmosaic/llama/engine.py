@@ -12,13 +12,17 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.container import compute_threads, this_machine
 from kvmosaic.engine.self_check import SelfCheck
 from kvmosaic.errors import InvalidConfig
-from kvmosaic.llama.model import LlamaModel, gpu_layers_of, load_llama
+from kvmosaic.llama.interface import is_installed
+from kvmosaic.llama.model import LlamaModel, geometry_of_file, gpu_layers_of, load_llama
 from kvmosaic.llama.runner import LlamaRunner
 from kvmosaic.llama.self_check import check_llama
 
 max_cells = 32_768
 """Of requests, and of documents: each row looks at all that are in use. Other cached documents wait in host memory."""
 no_codec_reason = "chunks of llama.cpp also have positions; leave it out, or cache fewer bits by kv_cache_dtype"
+
+
+__all__ = ["geometry_of_file", "is_installed"]  # parts of an engine, too
 
 
 def open_model(

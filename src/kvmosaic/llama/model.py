@@ -289,6 +289,14 @@ def cache_type_of(kv_cache_dtype: str) -> str:
     return cache_type
 
 
+def geometry_of_file(header: GgufFile, kv_cache_dtype: str) -> tuple[str, float, tuple[LayerShape, ...]]:
+    """Type of cached numbers, bytes of one, and the layers of a file, from its header; raises as `load_llama`."""
+    if header.has_states:
+        raise refused_state(header)
+    cache_type = cache_type_of(kv_cache_dtype)
+    return cache_type, CACHE_BITS[cache_type] / 8, layers_of(header)
+
+
 def gpu_layers_of(device: str) -> int:
     """How many layers are to be on a GPU.
 

@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from kvmosaic.eval.text.documents import Example, Recipe, TextSource
-from kvmosaic.eval.text.names import WORDS, NameSource, is_held_out
+from kvmosaic.lab.eval.text.documents import Example, Recipe, TextSource
+from kvmosaic.lab.eval.text.names import WORDS, NameSource, is_held_out
 
 
 def draw(seed: int, split: str, count: int, recipe: Recipe | None = None) -> list[Example]:

@@ -20,16 +20,16 @@ from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
 from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents import DocumentDraft, DocumentStore
-from kvmosaic.integrations.vllm.contract import Composition, How
-from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.body_rewrite import may_have_documents, rewritten
-from kvmosaic.integrations.vllm.front.documents import open_documents
-from kvmosaic.integrations.vllm.front.served_model import ServedModel
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
 from kvmosaic.server.generation.prompts import Rendering, chat_prompt, text_prompt
 from kvmosaic.server.tenants import Tenant
+from kvmosaic.vllm.contract import Composition, How
+from kvmosaic.vllm.front.body_prompt import Renderer
+from kvmosaic.vllm.front.body_rewrite import may_have_documents, rewritten
+from kvmosaic.vllm.front.documents import open_documents
+from kvmosaic.vllm.front.served_model import ServedModel
+from kvmosaic.vllm.front.settings import FrontSettings
 
 TENANT = Tenant("t")
 

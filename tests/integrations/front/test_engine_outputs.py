@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.report import HEADER, ReportSender, ReportShelf, shelve_reports
+from kvmosaic.vllm.report import HEADER, ReportSender, ReportShelf, shelve_reports
 
 REPORT = {"segments": [{}], "bypass": None}
 

@@ -11,9 +11,9 @@ from support.asking import DOCUMENTS, MESSAGES
 from support.vllm.front import REPORT, App
 
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
-from kvmosaic.integrations.vllm import ComposedDocuments
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
-from kvmosaic.integrations.vllm.report import SHELF
+from kvmosaic.vllm import ComposedDocuments
+from kvmosaic.vllm.front.settings import FrontSettings
+from kvmosaic.vllm.report import SHELF
 
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 DOCUMENTED = {"messages": MESSAGES, "documents": DOCUMENTS}
@@ -197,8 +197,8 @@ def test_before_the_model_is_there_documents_are_refused_and_the_rest_passes() -
 
 
 def test_a_response_has_its_report_in_its_last_event() -> None:
-    from kvmosaic.integrations.vllm.front.answers import StreamAnswer
-    from kvmosaic.integrations.vllm.front.body_rewrite import Rewritten
+    from kvmosaic.vllm.front.answers import StreamAnswer
+    from kvmosaic.vllm.front.body_rewrite import Rewritten
 
     whole = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"kvmosaic": REPORT}}}
     answer = StreamAnswer({"type": "http.response.start"}, Rewritten(b"", 1, includes_usage=False), lambda name: None)

@@ -14,9 +14,9 @@ from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic import Prompt
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidPrompt
-from kvmosaic.integrations.vllm import chat, engine_arguments, generate
-from kvmosaic.integrations.vllm.contract import Composition
 from kvmosaic.prompt import PromptEncoder
+from kvmosaic.vllm import chat, engine_arguments, generate
+from kvmosaic.vllm.contract import Composition
 
 TEXT = "System. ## One document. ## Another one. ## What?"
 
@@ -65,7 +65,7 @@ def engine() -> Engine:
 
 def test_nothing_of_vllm_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys; from kvmosaic.integrations.vllm import generate, chat, engine_arguments\n"
+        "import sys; from kvmosaic.vllm import generate, chat, engine_arguments\n"
         "print({'vllm', 'torch', 'fastapi'} & set(sys.modules))"
     )
     assert subprocess.run((sys.executable, "-c", code), capture_output=True, text=True).stdout == "set()\n"

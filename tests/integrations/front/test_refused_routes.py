@@ -10,7 +10,7 @@ from support.messages import document, user
 from support.vllm.front import App
 
 from kvmosaic.api.errors import ApiError
-from kvmosaic.integrations.vllm.front.middleware import FormCheck, check_no_documents
+from kvmosaic.vllm.front.middleware import FormCheck, check_no_documents
 
 DOCUMENT = document("The ferry goes to Oak Island.")
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT]}

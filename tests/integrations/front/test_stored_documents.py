@@ -22,10 +22,10 @@ from kvmosaic.errors import (
     InvalidDocument,
     UnknownDocument,
 )
-from kvmosaic.integrations.vllm.front.documents import open_documents
-from kvmosaic.integrations.vllm.front.pool_updates import api_error
-from kvmosaic.integrations.vllm.front.settings import TENANT, FrontSettings
 from kvmosaic.prompt import Document
+from kvmosaic.vllm.front.documents import open_documents
+from kvmosaic.vllm.front.pool_updates import api_error
+from kvmosaic.vllm.front.settings import TENANT, FrontSettings
 
 
 class Documents:

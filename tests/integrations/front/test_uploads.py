@@ -15,9 +15,9 @@ from support.files import pdf_file
 from support.vllm.front import KEY, App
 
 from kvmosaic.extraction import extract_text
-from kvmosaic.integrations.vllm.front import documents as routes
-from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.vllm.front import documents as routes
+from kvmosaic.vllm.front.middleware import ComposedDocuments
+from kvmosaic.vllm.front.settings import FrontSettings
 
 CHAT = "/v1/chat/completions"
 BATCH = "/v1/documents:batch"
@@ -217,7 +217,7 @@ def test_warming_ends_when_its_client_leaves(app: App, front: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the limit may end any callback
 def test_what_takes_too_much_processor_time_to_read_is_given_up(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmosaic.integrations.vllm.front.middleware.CPU_SECONDS", 0.05)
+    monkeypatch.setattr("kvmosaic.vllm.front.middleware.CPU_SECONDS", 0.05)
     documents = [{"text": f"The ferry number {number} goes. " * 40} for number in range(4_000)]
     reply = client.post(CHAT, json={"messages": MESSAGES, "documents": documents})
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "too_much_work"), reply.text

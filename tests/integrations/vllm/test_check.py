@@ -61,7 +61,7 @@ def test_the_command_exits_with_1(monkeypatch):
     from typer.testing import CliRunner
 
     from kvmosaic.cli import app
-    from kvmosaic.integrations.vllm import check
+    from kvmosaic.vllm import check
 
     bad = check.CheckResult("two documents, one moved", "a dense forward", "0.3", "0.1", passed=False)
     found = check.EngineCheck("0.32.0", "cpu", "m", "float32", 32, "", (), (bad,), "NONE, graphs: NONE")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.vllm.asking import Ask, compose, difference, documents
 
-from kvmosaic.integrations.vllm.contract import Composition
+from kvmosaic.vllm.contract import Composition
 
 CLOSE = 1e-4
 SYSTEM, *LIBRARY = documents(20, 37, 61, 32, 90, 45, 77, 128, 33, 50)

@@ -16,10 +16,10 @@ from support.vllm.asking import Ask, compose, difference, documents
 from vllm.v1.core.block_pool import BlockPool
 
 from kvmosaic.eviction import LRU, Priority
-from kvmosaic.integrations.vllm.scheduler import document_pool
-from kvmosaic.integrations.vllm.scheduler.block_store import BlockStore
-from kvmosaic.integrations.vllm.scheduler.document_pool import Claim, DocumentPool, read_claims
-from kvmosaic.integrations.vllm.scheduler.eviction_order import PrivateCopies
+from kvmosaic.vllm.scheduler import document_pool
+from kvmosaic.vllm.scheduler.block_store import BlockStore
+from kvmosaic.vllm.scheduler.document_pool import Claim, DocumentPool, read_claims
+from kvmosaic.vllm.scheduler.eviction_order import PrivateCopies
 
 CLOSE = 1e-4
 SIZE = 4

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 from kvmosaic.cli import app
 
 KEY = "sesame"
-MIDDLEWARE = "kvmosaic.integrations.vllm.ComposedDocuments"
+MIDDLEWARE = "kvmosaic.vllm.ComposedDocuments"
 JSONL = {"Content-Type": "application/jsonl"}
 
 

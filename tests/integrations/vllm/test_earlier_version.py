@@ -18,12 +18,12 @@ PROGRAM = """
 import importlib, inspect, pkgutil, warnings
 warnings.simplefilter("ignore")
 import vllm
-import kvmosaic.integrations.vllm as ours
+import kvmosaic.vllm as ours
 assert vllm.__version__.startswith("0.23"), vllm.__version__
 names = [module.name for module in pkgutil.walk_packages(ours.__path__, ours.__name__ + ".")]
 for name in names:
     importlib.import_module(name)
-from kvmosaic.integrations.vllm.plugin import NAME, register
+from kvmosaic.vllm.plugin import NAME, register
 register()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 kind = KVConnectorFactory._registry[NAME]()

@@ -14,11 +14,11 @@ from support.asking import DOCUMENTS, MESSAGES
 
 from kvmosaic.api.errors import ApiError
 from kvmosaic.documents import DocumentStore
-from kvmosaic.integrations.vllm.contract import How
-from kvmosaic.integrations.vllm.front.body_prompt import Renderer
-from kvmosaic.integrations.vllm.front.body_rewrite import rewritten
-from kvmosaic.integrations.vllm.front.served_model import ServedModel, find_model, template_tools
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.vllm.contract import How
+from kvmosaic.vllm.front.body_prompt import Renderer
+from kvmosaic.vllm.front.body_rewrite import rewritten
+from kvmosaic.vllm.front.served_model import ServedModel, find_model, template_tools
+from kvmosaic.vllm.front.settings import FrontSettings
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 

@@ -12,7 +12,7 @@ from support.vllm.models import IMAGE_MODELS
 from support.vllm.own import own_answer
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.kv_layout import require_plain_text_positions
+from kvmosaic.vllm.worker.kv_layout import require_plain_text_positions
 
 CLOSE = 1e-4
 SYSTEM, A, B, C, QUESTION = documents(7, 50, 83, 64, 131, 21)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmosaic.integrations.vllm import plugin
-from kvmosaic.integrations.vllm.settings import READS_VARIABLE
-from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
+from kvmosaic.vllm import plugin
+from kvmosaic.vllm.settings import READS_VARIABLE
+from kvmosaic.vllm.worker.in_place.attention import ReadsDocuments
 
 EARLIER = Path(sys.prefix) / "earlier" / "vllm"
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent

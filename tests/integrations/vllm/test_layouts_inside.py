@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.vllm.asking import documents
 
-from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
+from kvmosaic.vllm.operations import Move
+from kvmosaic.vllm.worker.kv_layout import KVLayout, Mover
 
 CHUNK, SHORT, LONG = 150, 37, 301
 DTYPES = {"float32": 1e-6, "bfloat16": 2**-5}
@@ -113,7 +113,7 @@ def knows(engine: Any, instructions: str) -> bool:
 
 def kernel_order(engine: Any, instructions: str, dtype: str) -> list[str]:
     """The layout that is found when the kernel packs for these instructions, and keys and values read from it."""
-    from kvmosaic.integrations.vllm.worker.layouts import find_layout
+    from kvmosaic.vllm.worker.layouts import find_layout
 
     place = places_of(engine).layers[0]
     number_type = getattr(torch, dtype)

@@ -9,9 +9,9 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from support.vllm import metering
 from support.vllm.asking import compose, documents
 
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
-from kvmosaic.integrations.vllm.report import ChunkOutcome, ComposedReport
-from kvmosaic.integrations.vllm.report_counters import ReportCounters
+from kvmosaic.vllm.contract import FIELD, Composition
+from kvmosaic.vllm.report import ChunkOutcome, ComposedReport
+from kvmosaic.vllm.report_counters import ReportCounters
 
 SYSTEM, FIRST, SECOND, QUESTION = documents(7, 40, 70, 90, 11)
 
@@ -50,7 +50,7 @@ def test_every_request_is_counted_where_prometheus_looks(engine):
 
 
 def test_engines_of_one_process_have_series_of_their_own_and_names_are_registered_once():
-    from kvmosaic.integrations.vllm.connector import ComposingPromMetrics, ComposingStats
+    from kvmosaic.vllm.connector import ComposingPromMetrics, ComposingStats
 
     kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     engines = {0: ["tiny", "0"], 1: ["tiny", "1"]}

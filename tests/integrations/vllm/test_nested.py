@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.vllm.asking import documents
 
-from kvmosaic.integrations.vllm.operations import Operations, RepairedRun, ShiftedTokens
-from kvmosaic.integrations.vllm.worker.extra_forward import AttentionRows, ExtraForward, Repairer, can_run
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.position_shift import PositionShift, can_shift, step_slots
+from kvmosaic.vllm.operations import Operations, RepairedRun, ShiftedTokens
+from kvmosaic.vllm.worker.extra_forward import AttentionRows, ExtraForward, Repairer, can_run
+from kvmosaic.vllm.worker.kv_layout import KVLayout
+from kvmosaic.vllm.worker.position_shift import PositionShift, can_shift, step_slots
 
 ENGINES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -118,7 +118,7 @@ def interrupt(engine: Any) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.forward_context import get_forward_context, set_forward_context
 
-    from kvmosaic.integrations.vllm.connector import StepMetadata
+    from kvmosaic.vllm.connector import StepMetadata
 
     parts, connector, called = Parts(engine), get_kv_transfer_group(), []
     connector.wait_for_layer_load = called.append

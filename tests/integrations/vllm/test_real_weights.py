@@ -16,7 +16,7 @@ from support.vllm.forking import ForkedEngine
 from support.vllm.own import own_answer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
-from kvmosaic.integrations.vllm.worker.self_check import check
+from kvmosaic.vllm.worker.self_check import check
 
 REAL = os.environ.get("KVMOSAIC_REAL_MODEL")
 DTYPES = ("float32", "bfloat16", "float16")

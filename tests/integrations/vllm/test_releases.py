@@ -15,7 +15,7 @@ import pytest
 from support.vllm.releases import DIFFERENCES, RELEASES, USES, Use
 from support.vllm.signatures import Signatures, source_of, version_of
 
-import kvmosaic.integrations.vllm as ours
+import kvmosaic.vllm as ours
 
 LISTED: dict[str, dict[str, list[str] | None]] = json.loads(Path(__file__).with_name("releases.json").read_text())
 """Written by scripts/vllm_releases.py."""

@@ -12,7 +12,7 @@ from support.vllm.asking import compose, documents
 from support.vllm.forking import CONNECTOR, Fork
 from support.vllm.serving import ForkedServer, server_arguments
 
-from kvmosaic.integrations.vllm.settings import REQUIRED_VARIABLE
+from kvmosaic.vllm.settings import REQUIRED_VARIABLE
 
 REQUIRED = {REQUIRED_VARIABLE: "1"}
 OFF = "--no-enable-prefix-caching"

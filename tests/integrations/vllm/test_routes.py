@@ -12,9 +12,9 @@ from starlette.types import Message, Receive, Scope, Send
 from support.asking import MESSAGES
 from support.messages import document, user
 
-from kvmosaic.integrations.vllm import ComposedDocuments
-from kvmosaic.integrations.vllm.front.body_rewrite import ROUTES
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.vllm import ComposedDocuments
+from kvmosaic.vllm.front.body_rewrite import ROUTES
+from kvmosaic.vllm.front.settings import FrontSettings
 
 TASKS = ("generate", "render", "transcription", "embed", "classify", "token_classify", "token_embed", "score")
 BODY = {"model": "m", "messages": MESSAGES, "prompt": "x", "input": "x", "text_1": "x", "text_2": "y"}

@@ -11,8 +11,8 @@ from support.vllm import faults
 from support.vllm.faults import places_of
 from support.vllm.mistakes import FAULTS, IN_CACHE, MISTAKES, ROTATED, STORED
 
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.self_check import check, check_rotations
+from kvmosaic.vllm.worker.kv_layout import KVLayout
+from kvmosaic.vllm.worker.self_check import check, check_rotations
 
 LENGTH = {"max_model_len": 4096}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.vllm.asking import Answer, compose, difference, documents
 
-from kvmosaic.integrations.vllm.check import _composing
+from kvmosaic.vllm.check import _composing
 
 CLOSE = 1e-4
 SYSTEM, A, B, QUESTION = documents(21, 37, 70, 45, 12)

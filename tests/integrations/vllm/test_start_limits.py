@@ -12,9 +12,9 @@ import pytest
 from support.vllm.faults import places_of
 from support.vllm.mistakes import FAULTS, IN_CACHE, MISTAKES, ROTATED, STORED
 
-from kvmosaic.integrations.vllm.worker.extra_forward import Scope, can_run, make_forward, scope_at_start
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.self_check import check, check_at_start, check_attention, check_caches
+from kvmosaic.vllm.worker.extra_forward import Scope, can_run, make_forward, scope_at_start
+from kvmosaic.vllm.worker.kv_layout import KVLayout
+from kvmosaic.vllm.worker.self_check import check, check_at_start, check_attention, check_caches
 
 LENGTH = {"max_model_len": 4096}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

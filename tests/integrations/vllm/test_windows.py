@@ -12,7 +12,7 @@ from support.vllm.in_place import reads, watch_reads
 from support.vllm.models import SHARED, WINDOWS
 from support.vllm.own import own_answer
 
-from kvmosaic.integrations.vllm.worker.self_check import check
+from kvmosaic.vllm.worker.self_check import check
 
 CLOSE = 1e-4
 SYSTEM, A, B, C, QUESTION = documents(9, 50, 83, 64, 131, 21)

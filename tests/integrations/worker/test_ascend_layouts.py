@@ -26,13 +26,13 @@ from support.ascend import (
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker import extra_forward, position_shift
-from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
-from kvmosaic.integrations.vllm.worker.layouts import find_layout
-from kvmosaic.integrations.vllm.worker.layouts.ascend import AscendIndexLayout, AscendLatentLayout, AscendLayout
-from kvmosaic.integrations.vllm.worker.self_check import check_caches
+from kvmosaic.vllm.operations import Move
+from kvmosaic.vllm.worker import extra_forward, position_shift
+from kvmosaic.vllm.worker.composing_worker import ComposingWorker
+from kvmosaic.vllm.worker.kv_layout import KVLayout, Mover
+from kvmosaic.vllm.worker.layouts import find_layout
+from kvmosaic.vllm.worker.layouts.ascend import AscendIndexLayout, AscendLatentLayout, AscendLayout
+from kvmosaic.vllm.worker.self_check import check_caches
 
 BLOCKS, SIZE, HEADS, HEAD_SIZE, LATENT, TURNING = 6, 8, 2, 16, 24, 8
 DTYPES = [torch.float32, torch.bfloat16]

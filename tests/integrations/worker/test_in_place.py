@@ -13,16 +13,16 @@ from integrations.worker.stand_ins import BLOCKS, HEADS, KEY, SIZE
 from integrations.worker.test_mover import Share
 from support.examples import examples
 
-from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-from kvmosaic.integrations.vllm.settings import READS_VARIABLE
-from kvmosaic.integrations.vllm.worker import position_shift
-from kvmosaic.integrations.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.integrations.vllm.worker.in_place import reader as reading
-from kvmosaic.integrations.vllm.worker.in_place.attention import ReadsDocuments
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, MaskReads, document_reader, why_not_paged
-from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
-from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
 from kvmosaic.layers.geometry import MaskSpec
+from kvmosaic.vllm.operations import DocumentRead, InPlaceRequest
+from kvmosaic.vllm.settings import READS_VARIABLE
+from kvmosaic.vllm.worker import position_shift
+from kvmosaic.vllm.worker.composing_worker import ComposingWorker
+from kvmosaic.vllm.worker.in_place import reader as reading
+from kvmosaic.vllm.worker.in_place.attention import ReadsDocuments
+from kvmosaic.vllm.worker.in_place.reader import DocumentReader, MaskReads, document_reader, why_not_paged
+from kvmosaic.vllm.worker.in_place.step import OwnRows
+from kvmosaic.vllm.worker.in_place.trial import check_reading
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)

@@ -12,7 +12,7 @@ from support.examples import examples
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable, PromptTooLong
-from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, arithmetic, find_key_rotation
+from kvmosaic.vllm.worker.key_rotation import KeyRotation, arithmetic, find_key_rotation
 
 POSITIONS = st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), min_size=1, max_size=8)
 EXACT = {torch.float64: 1e-12, torch.float32: 2e-6}

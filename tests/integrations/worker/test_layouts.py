@@ -26,8 +26,8 @@ from integrations.worker.stand_ins import (
 from torch import Tensor
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.layouts import KeyValueLayout, find_layout
-from kvmosaic.integrations.vllm.worker.layouts.cpu import CpuTiledLayout, CpuVectorLayout
+from kvmosaic.vllm.worker.layouts import KeyValueLayout, find_layout
+from kvmosaic.vllm.worker.layouts.cpu import CpuTiledLayout, CpuVectorLayout
 
 SLOTS = st.lists(st.integers(0, BLOCKS * SIZE - 1), unique=True, min_size=1)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -21,7 +21,7 @@ from integrations.worker.stand_ins import (
 from torch import nn
 
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, ModuleTree
+from kvmosaic.vllm.worker.kv_layout import KVLayout, ModuleTree
 
 
 def places_of(module: nn.Module, layer: Layer, cache: Any, **changes: Any) -> KVLayout:

@@ -23,8 +23,8 @@ from integrations.worker.stand_ins import (
 from torch import Tensor
 
 from kvmosaic.errors import PromptTooLong
-from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout, Mover
+from kvmosaic.vllm.operations import Move
+from kvmosaic.vllm.worker.kv_layout import KVLayout, Mover
 
 
 class Share:

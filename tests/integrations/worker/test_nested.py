@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmosaic.integrations.vllm.worker.extra_forward import (
+from kvmosaic.vllm.worker.extra_forward import (
     Scope,
     can_run,
     make_forward,

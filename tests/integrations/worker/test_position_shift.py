@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kvmosaic.integrations.vllm.operations import ShiftedTokens
-from kvmosaic.integrations.vllm.worker import position_shift
-from kvmosaic.integrations.vllm.worker.position_shift import PositionShift, can_shift
+from kvmosaic.vllm.operations import ShiftedTokens
+from kvmosaic.vllm.worker import position_shift
+from kvmosaic.vllm.worker.position_shift import PositionShift, can_shift
 
 BLOCK = 4
 

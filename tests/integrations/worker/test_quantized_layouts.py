@@ -28,15 +28,15 @@ from torch import Tensor
 
 from kvmosaic.config import TierConfig
 from kvmosaic.errors import NotMovable
-from kvmosaic.integrations.vllm.operations import Move
-from kvmosaic.integrations.vllm.worker.in_place.reader import DocumentReader, MaskReads, why_not_paged
-from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
-from kvmosaic.integrations.vllm.worker.kv_layout import Mover
-from kvmosaic.integrations.vllm.worker.layouts import find_layout
-from kvmosaic.integrations.vllm.worker.layouts.layout import QuantizedLayout
-from kvmosaic.integrations.vllm.worker.tier_side import Share as WorkerShare
-from kvmosaic.integrations.vllm.worker.tier_side import StoredEntries
-from kvmosaic.integrations.vllm.worker.trial.rotation import cache_trouble
+from kvmosaic.vllm.operations import Move
+from kvmosaic.vllm.worker.in_place.reader import DocumentReader, MaskReads, why_not_paged
+from kvmosaic.vllm.worker.in_place.trial import check_reading
+from kvmosaic.vllm.worker.kv_layout import Mover
+from kvmosaic.vllm.worker.layouts import find_layout
+from kvmosaic.vllm.worker.layouts.layout import QuantizedLayout
+from kvmosaic.vllm.worker.tier_side import Share as WorkerShare
+from kvmosaic.vllm.worker.tier_side import StoredEntries
+from kvmosaic.vllm.worker.trial.rotation import cache_trouble
 
 PAGED = ("joined by head", "joined by token", "stacked by block", "stacked first", "separate")
 KINDS = (*PAGED, "cpu vector", "cpu tiled")
@@ -152,8 +152,8 @@ def test_the_check_finds_a_wrong_rotation_and_a_scale_that_is_not_the_kernels(
 def test_queries_that_the_layer_rounded_are_read_as_what_they_mean(is_paged: bool) -> None:
     share = share_of("joined by head in fp8")
     place, reader = share.places.layers[0], DocumentReader(share.places, is_paged=is_paged)
-    from kvmosaic.integrations.vllm.operations import DocumentRead, InPlaceRequest
-    from kvmosaic.integrations.vllm.worker.in_place.step import OwnRows
+    from kvmosaic.vllm.operations import DocumentRead, InPlaceRequest
+    from kvmosaic.vllm.worker.in_place.step import OwnRows
 
     request = InPlaceRequest((0,), ((2, 9),), (DocumentRead(2, (3, 4), 3, 9, 2, 5),))
     rows = [OwnRows(request, 0, 3, 2)]

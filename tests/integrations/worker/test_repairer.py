@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.integrations.vllm.operations import RepairedRun
-from kvmosaic.integrations.vllm.worker.extra_forward import Repairer, forwards
+from kvmosaic.vllm.operations import RepairedRun
+from kvmosaic.vllm.worker.extra_forward import Repairer, forwards
 
 
 def run(start: int, num_tokens: int, *, request: int = 0, shift: int = 0) -> RepairedRun:

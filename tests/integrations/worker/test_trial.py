@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integrations.worker.stand_ins import KEY, Rotary
 
-from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation, find_key_rotation
-from kvmosaic.integrations.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, TrialPlan, far_positions
-from kvmosaic.integrations.vllm.worker.trial.rotation import (
+from kvmosaic.vllm.worker.key_rotation import KeyRotation, find_key_rotation
+from kvmosaic.vllm.worker.trial.plan import HEAD_TOKENS, MAX_CONTEXT, TrialPlan, far_positions
+from kvmosaic.vllm.worker.trial.rotation import (
     allowed,
     apart,
     direct_trouble,

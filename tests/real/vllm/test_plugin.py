@@ -16,7 +16,7 @@ from support.vllm.mistakes import FAULTS, MISTAKES
 from support.vllm.own import own_answer
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
-from kvmosaic.integrations.vllm.worker.self_check import check, check_attention, check_caches
+from kvmosaic.vllm.worker.self_check import check, check_attention, check_caches
 
 NEAR = 2e-3
 """Largest difference of log-probabilities of real weights in float32."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, zip_longest
 from typing import Any
 
-from kvmosaic.integrations.vllm.contract import FIELD, Composition
+from kvmosaic.vllm.contract import FIELD, Composition
 from support.vllm.models import MAX_TOKEN_ID
 
 

@@ -21,26 +21,26 @@ OPTIONS = [
 
 
 def _turn_back() -> None:
-    from kvmosaic.integrations.vllm.worker.key_rotation import KeyRotation
+    from kvmosaic.vllm.worker.key_rotation import KeyRotation
 
     factors = KeyRotation.factors
     KeyRotation.factors = lambda self, old, new, dtype: factors(self, new, old, dtype)
 
 
 def _shift_nothing() -> None:
-    from kvmosaic.integrations.vllm.worker.position_shift import PositionShift
+    from kvmosaic.vllm.worker.position_shift import PositionShift
 
     PositionShift.begin = lambda self, shifts: None
 
 
 def _repair_nothing() -> None:
-    from kvmosaic.integrations.vllm.worker.extra_forward import Repairer
+    from kvmosaic.vllm.worker.extra_forward import Repairer
 
     Repairer.run = lambda self, repairs, *, compiled=True: 0
 
 
 def _read_nothing() -> None:
-    from kvmosaic.integrations.vllm.worker import composing_worker
+    from kvmosaic.vllm.worker import composing_worker
 
     composing_worker.document_reader = lambda places, *, is_captured=False: "no layer reads"
 
@@ -64,9 +64,9 @@ def checked(
     """What the check found, in a fork of this process."""
 
     def main(end: Any) -> None:
-        from kvmosaic.integrations.vllm.check import check_engine
-        from kvmosaic.integrations.vllm.worker import composing_worker
-        from kvmosaic.integrations.vllm.worker.self_check import StartCheck
+        from kvmosaic.vllm.check import check_engine
+        from kvmosaic.vllm.worker import composing_worker
+        from kvmosaic.vllm.worker.self_check import StartCheck
 
         for fault in faults:
             FAULTS[fault]()

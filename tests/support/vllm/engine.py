@@ -9,8 +9,6 @@ from typing import Any
 
 from kvmosaic.engine.priorities import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
-from kvmosaic.integrations.vllm.contract import FIELD, How, ModelFacts, composed
-from kvmosaic.integrations.vllm.front.python_api import vllm_input, with_boundaries
 from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
 from kvmosaic.prompt import Prompt, check_length
 from kvmosaic.repair import NameFinder
@@ -25,6 +23,8 @@ from kvmosaic.sampling import (
     StructuredOutputs,
 )
 from kvmosaic.sampling.reuse import segment_action
+from kvmosaic.vllm.contract import FIELD, How, ModelFacts, composed
+from kvmosaic.vllm.front.python_api import vllm_input, with_boundaries
 from support.inference_engine import Capability, EngineCapabilities, InferenceEngine
 
 _SAME_FIELDS = (
@@ -77,7 +77,7 @@ class VLLMEngine(InferenceEngine):
     """Runs prompts in a `vllm.LLM` that was created with `engine_arguments()`; its owner shuts it down.
 
     Steps of vLLM's are steps of this engine; vLLM's own methods must not be called in between. Documents and their
-    positions are those of the plugin: see `kvmosaic.integrations.vllm`.
+    positions are those of the plugin: see `kvmosaic.vllm`.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvmosaic.integrations.vllm.worker.extra_forward import ExtraForward
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
+from kvmosaic.vllm.worker.extra_forward import ExtraForward
+from kvmosaic.vllm.worker.kv_layout import KVLayout
 
 FAR = 600
 BACK = 64

@@ -29,7 +29,7 @@ def constrained(engine: Any, kind: str, documents: list[str]) -> list[Any]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from kvmosaic.integrations.vllm import chat
+    from kvmosaic.vllm import chat
 
     params = SamplingParams(
         temperature=0, max_tokens=48, structured_outputs=StructuredOutputsParams(**{kind: SHAPES[kind]})
@@ -43,7 +43,7 @@ def adapted(engine: Any, adapter: str | None, documents: list[str], salt: str = 
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from kvmosaic.integrations.vllm import chat
+    from kvmosaic.vllm import chat
 
     by = None if adapter is None else LoRARequest("small", 1, adapter)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from kvmosaic.integrations.vllm.front.middleware import ComposedDocuments
-from kvmosaic.integrations.vllm.front.settings import FrontSettings
+from kvmosaic.vllm.front.middleware import ComposedDocuments
+from kvmosaic.vllm.front.settings import FrontSettings
 from support.tokenizers import PLACING_TEMPLATES, make_tokenizer
 
 KEY = {"Authorization": "Bearer sesame"}

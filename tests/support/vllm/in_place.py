@@ -7,8 +7,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
-from kvmosaic.integrations.vllm.worker.in_place.reader import MaskReads
-from kvmosaic.integrations.vllm.worker.in_place.trial import check_reading
+from kvmosaic.vllm.worker.in_place.reader import MaskReads
+from kvmosaic.vllm.worker.in_place.trial import check_reading
 from support.vllm import faults
 from support.vllm.asking import Ask
 from support.vllm.inside import prompt_and_params

@@ -179,7 +179,7 @@ def first_layer(engine: Inside, ask: dict[str, Any]) -> list[list[float]]:
     """Keys and values of the first layer, one row per token of a prompt, as they lie in the cache after its prefill."""
     import torch
 
-    from kvmosaic.integrations.vllm.worker.layouts import find_layout
+    from kvmosaic.vllm.worker.layouts import find_layout
 
     prompt, params = prompt_and_params(ask)
     engine.engine.add_request("looked-at", prompt, params)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvmosaic.integrations.vllm.worker.key_rotation import Factors, KeyRotation
+from kvmosaic.vllm.worker.key_rotation import Factors, KeyRotation
 from support.vllm import faults
 
 

@@ -38,7 +38,7 @@ class Difference:
     by_release: dict[str, str]
     """What a release has, by the first of `RELEASES` that has it."""
     adapter: str
-    """Dotted name under `kvmosaic.integrations.vllm` of the code that works with all of them."""
+    """Dotted name under `kvmosaic.vllm` of the code that works with all of them."""
 
 
 _BASE = "distributed.kv_transfer.kv_connector.v1.base"

@@ -16,7 +16,7 @@ import httpx
 
 from support.vllm.forking import CONNECTOR, OPTIONS, PATIENCE_SECONDS, Fork
 
-COMPOSING = ("--middleware=kvmosaic.integrations.vllm.ComposedDocuments",)
+COMPOSING = ("--middleware=kvmosaic.vllm.ComposedDocuments",)
 """The flag of the front end, which tests of token ids do without."""
 _STEP_SECONDS = 0.2
 

@@ -9,10 +9,10 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvmosaic.config import TierConfig
-from kvmosaic.integrations.vllm.operations import Load, Operations, RunFetch, Store, StoredRun
-from kvmosaic.integrations.vllm.worker.kv_layout import KVLayout
-from kvmosaic.integrations.vllm.worker.tier_side import Share, WorkerTiers
 from kvmosaic.tiers import Deadline
+from kvmosaic.vllm.operations import Load, Operations, RunFetch, Store, StoredRun
+from kvmosaic.vllm.worker.kv_layout import KVLayout
+from kvmosaic.vllm.worker.tier_side import Share, WorkerTiers
 from support.vllm import inside
 
 

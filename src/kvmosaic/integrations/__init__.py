@@ -1,1 +1,0 @@
-"""Integrations of the KV cache and document store into other engines."""

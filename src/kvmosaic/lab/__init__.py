@@ -1,0 +1,1 @@
+"""The lab: measuring, tuning, training and planning. Nothing else of the package imports it."""

@@ -1,0 +1,348 @@
+"""Reader of documents in place: the positions of a forward's own tokens, and the attention of its layers.
+
+Reads of one forward are made once for all layers with one mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvmosaic.attention.composed import apply_sinks, merge_partials
+from kvmosaic.attention.native.backend import NativeBackend
+from kvmosaic.attention.reads import ReadPlan
+from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, TorchBackend
+from kvmosaic.errors import NativeUnavailable
+from kvmosaic.layers.geometry import MaskSpec
+from kvmosaic.rope import RotationTables, paired
+from kvmosaic.vllm.operations import InPlaceRequest
+from kvmosaic.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of
+from kvmosaic.vllm.worker.key_rotation import Factors, KeyRotation
+from kvmosaic.vllm.worker.kv_layout import KVLayout, LayerPlace
+from kvmosaic.vllm.worker.layouts.cpu import CpuVectorLayout
+from kvmosaic.vllm.worker.layouts.layout import FORMATS
+from kvmosaic.vllm.worker.layouts.paged import pages_of
+from kvmosaic.vllm.worker.position_shift import step_slots
+
+if TYPE_CHECKING:
+    from kvmosaic.attention.triton import TritonReader
+
+
+class DocumentReader:
+    """Between `begin` and `end`, forwards of the model read the documents of these requests.
+
+    The model's root gets the positions of own tokens, and `attend` is called by each attention layer. On a GPU, a
+    Triton kernel reads all keys from the cache by blocks; on a CPU, they are put together first, layer by layer.
+    """
+
+    def __init__(self, places: KVLayout, *, is_paged: bool = False, is_captured: bool = False) -> None:
+        """Reads the caches of these layers.
+
+        Args:
+            places: the attention layers.
+            is_paged: read by blocks, by the Triton kernel; see `why_not_paged`.
+            is_captured: pieces of the model are captured graphs. These read the positions of their capture, so the
+                tensor itself is changed for a forward, not a copy of it.
+        """
+        self._places = places
+        self._by_name = {place.name: place for place in places.layers}
+        self._is_paged, self._is_captured = is_paged, is_captured
+        self._changed: tuple[Tensor, Tensor] | None = None
+        """The positions that a forward was given, and what they were."""
+        self.num_forwards = 0
+        """Forwards of the model in which documents were read."""
+        self._masks = tuple(dict.fromkeys(place.mask for place in places.layers))
+        self._backend = attention_backend()
+        self._requests: tuple[InPlaceRequest, ...] = ()
+        self._hooks: list[Any] = []
+        self._step: InPlaceStep | None = None
+        self._reads: dict[MaskSpec, MaskReads] = {}
+        self._room: tuple[Tensor, Tensor] | None = None
+        """Where a layer's keys and values are put together: again for the next layer and step of as many tokens."""
+        self._errors: dict[str, float] | None = None
+        """If not None, outputs are compared with vLLM's own, and not overwritten."""
+
+    def begin(self, requests: Sequence[InPlaceRequest]) -> None:
+        """Requests of a step. With none, nothing happens."""
+        self.end()
+        if requests:
+            self._requests = tuple(requests)
+            root = self._places.root
+            self._hooks.append(root.register_forward_pre_hook(self._prepare, with_kwargs=True))
+            if self._is_captured:
+                self._hooks.append(root.register_forward_hook(self._restore, always_call=True))
+
+    def end(self) -> None:
+        """Ends the step; safe at any time."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._requests = ()
+        self._take(None)
+
+    def _take(self, step: InPlaceStep | None) -> None:
+        self._step, self._reads = step, {}
+        if step is not None:
+            size = self._places.block_size
+            self._reads = {mask: MaskReads(step, plan, size, self._backend) for mask, plan in step.plans.items()}
+
+    @contextmanager
+    def comparing(self, request: InPlaceRequest) -> Iterator[dict[str, float]]:
+        """Context in which a request's rows are computed by both; gives the relative error by layer."""
+        self.begin([request])
+        self._errors = {}
+        try:
+            yield self._errors
+        finally:
+            self._errors = None
+            self.end()
+
+    @contextmanager
+    def trying(self, step: InPlaceStep) -> Iterator[None]:
+        """Context in which `attend` reads what a given step says."""
+        self._take(step)
+        try:
+            yield
+        finally:
+            self._take(None)
+
+    def _prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        slots = step_slots()
+        positions = kwargs["positions"] if "positions" in kwargs else args[1]
+        if slots is None or positions is None:
+            return None
+        # which rows read what is planned on the host: on a GPU, this waits for the device once per step
+        rows = rows_of(self._requests, slots[: len(positions)].cpu(), self._places.block_size)
+        step = self.step_of(rows)
+        self._take(step)
+        if step is None:
+            return None
+        self.num_forwards += 1
+        moved = positions.clone()
+        moved[step.rows] = step.positions.to(moved)
+        if self._is_captured:
+            self._changed = positions, positions.clone()
+            positions.copy_(moved)
+            return None
+        if "positions" in kwargs:
+            return args, {**kwargs, "positions": moved}
+        return (args[0], moved, *args[2:]), kwargs
+
+    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._changed is not None:
+            positions, given = self._changed
+            positions.copy_(given)
+            self._changed = None
+
+    def step_of(self, rows: Sequence[OwnRows]) -> InPlaceStep | None:
+        """The reads of these rows, as this reader takes them."""
+        return InPlaceStep.of(
+            rows, self._places.block_size, self._places.device, masks=self._masks, is_paged=self._is_paged
+        )
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether rows of the current forward read documents."""
+        return self._step is not None
+
+    def attend(self, layer_name: str, query: Tensor, key: Tensor, value: Tensor, output: Tensor, impl: Any) -> None:
+        """Overwrites the outputs of the rows that read documents.
+
+        Args:
+            layer_name: vLLM's name of the attention layer.
+            query: [T, H, D].
+            key: [T, G, D], stored by now.
+            value: [T, G, Dv].
+            output: [T, H, Dv] of vLLM's kernel, which saw own tokens only.
+            impl: the layer's implementation: its scale, soft cap and sinks.
+        """
+        step = self._step
+        assert step is not None
+        place = self._by_name[layer_name]
+        rows = step.rows
+        if query.dtype in FORMATS.values():  # by the layer, for a kernel that takes no others
+            query = (query.float() * place.layer._q_scale).to(key.dtype)
+        softcap = float(impl.logits_soft_cap or 0) or None
+        reads = self._reads[place.mask]
+        if self._is_paged:
+            result, lse = reads.attend_paged(place, query[rows], float(impl.scale), softcap)
+        else:
+            stored_keys, stored_values = self._stored(place, step)
+            pools = {
+                None: self._own(place, key[rows], value[rows]),
+                "chunk_cache": (stored_keys.to(key.dtype), stored_values.to(value.dtype)),
+            }
+            result, lse = reads.attend(place, query[rows], pools, float(impl.scale), softcap)
+        if impl.sinks is not None:
+            result = apply_sinks(result, lse, impl.sinks)
+        if self._errors is not None:
+            self._errors[layer_name] = relative_error(result, output[rows])
+            return
+        output[rows] = result.to(output.dtype)
+
+    def _own(self, place: LayerPlace, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a forward's own rows as its kernel reads them, which stored them before."""
+        how = place.layout.quantization
+        return (keys, values) if how is None else how.rounded(keys, values)
+
+    def _stored(self, place: LayerPlace, step: InPlaceStep) -> tuple[Tensor, Tensor]:
+        """Keys [S, G, D] and values [S, G, Dv] of a step's slots, valid until the next call."""
+        layout = place.layout
+        if isinstance(layout, CpuVectorLayout):
+            shape = (len(step.slots), layout.cache.shape[1], layout.key_size)
+            if self._room is None or self._room[0].shape != shape or self._room[0].dtype is not layout.cache.dtype:
+                self._room = torch.empty(shape, dtype=layout.cache.dtype), torch.empty(shape, dtype=layout.cache.dtype)
+            return layout.read(step.slots, self._room)
+        keys, values = layout.read(step.slots)
+        assert values is not None
+        return keys, values
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in multiples of the deviation of what is expected; infinite if it is no number."""
+    error = float((found.double() - expected.double()).abs().max() / expected.double().std())
+    return error if error == error else float("inf")
+
+
+def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentReader | str:
+    """The reader of all layers, or why there is none; see `DocumentReader` for `is_captured`."""
+    if any(place.layout.is_latent for place in places.layers):
+        return "a latent cache (MLA) is not read in place"
+    if places.is_shared:
+        return "layers that read the cache of another layer are not read in place"
+    implementations = [place.layer.impl for place in places.layers]
+    if other := next((impl for impl in implementations if not hasattr(impl, "reader")), None):
+        return (
+            f"the attention {type(other).__name__} reads no documents; on a GPU, start with --attention-backend "
+            "FLASH_ATTN or TRITON_ATTN"
+        )
+    is_paged = places.device.type != "cpu"
+    if is_paged and (reason := why_not_paged(places)):
+        return reason
+    reader = DocumentReader(places, is_paged=is_paged, is_captured=is_captured)
+    for impl in implementations:
+        impl.reader = reader
+    return reader
+
+
+def why_not_paged(places: KVLayout) -> str:
+    """Why the Triton kernel does not read the caches of these layers; empty: it does."""
+    try:
+        from kvmosaic.attention import triton
+    except ImportError as error:
+        return f"documents are read by a Triton kernel, and Triton cannot be imported: {error}"
+    for place in places.layers:
+        pages = pages_of(place.layout)
+        if pages is None:
+            return f"{place.name}: a cache of the kind {type(place.layout).__name__} has no blocks of whole tokens"
+        if reason := triton.why_not_paged(layer_dtype(place), int(place.layer.num_heads), *pages):
+            return f"{place.name} has {reason}"
+    return ""
+
+
+def layer_dtype(place: LayerPlace) -> torch.dtype:
+    """Dtype of the layer's queries, keys and values."""
+    found = getattr(place.layer, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+class MaskReads:
+    """The attention of all layers with one mask, in one forward."""
+
+    def __init__(self, step: InPlaceStep, plan: ReadPlan, block_size: int, backend: AttentionBackend) -> None:
+        """Reads what a plan of a step says, with a backend where keys were put together."""
+        self._step, self._plan, self._block_size, self._backend = step, plan, block_size, backend
+        self._pages: TritonReader | None = None
+        self._reader: PlanReader | None = None
+        self._turned: dict[KeyRotation, RotationTables] = {}
+
+    def attend_paged(
+        self, place: LayerPlace, query: Tensor, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """All reads of a layer by the Triton kernel, from the cache itself; the keys of own rows are stored there."""
+        from kvmosaic.attention.triton import PagedCache, TritonReader
+
+        pages, how = pages_of(place.layout), place.layout.quantization
+        assert pages is not None
+        if self._pages is None:
+            self._pages = TritonReader(self._plan)
+        tables = self._tables(place.rotation, query.shape[2]) if self._plan.is_moved else None
+        cache = PagedCache(*pages, self._step.table, self._block_size, None if how is None else how.scales)
+        return self._pages.attend_paged(query, cache, scaling=scaling, softcap=softcap, tables=tables)
+
+    def attend(
+        self, place: LayerPlace, query: Tensor, pools: dict[Any, Any], scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """All reads of a layer: at once by our C extension where it can, or one by one, merged by log-sum-exp."""
+        plan = self._plan
+        if isinstance(self._backend, LayerBackend):
+            if self._reader is None:
+                self._reader = self._backend.plan_reader(plan)
+            tables = self._tables(place.rotation, query.shape[2]) if plan.is_moved else None
+            done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
+            if done is not None:
+                return done
+        stacked = query[plan.rows]
+        if plan.is_moved and place.rotation is not None:
+            place.rotation.rotate(stacked, place.rotation.factors(*self._positions()))
+        results = []
+        for call in plan.calls:
+            keys, values = pools[call.pool]
+            run = slice(call.first_slot, call.first_slot + call.num_tokens)
+            results.append(
+                self._backend.attend(
+                    stacked[call.first : call.last],
+                    keys[run],
+                    values[run],
+                    scaling=scaling,
+                    causal=call.causal,
+                    mask=call.mask,
+                    softcap=softcap,
+                )
+            )
+        output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
+        return merge_partials(output, lse, plan.rows, plan.num_rows)
+
+    def _tables(self, rotation: KeyRotation | None, head_dim: int) -> RotationTables | None:
+        if rotation is None:
+            return None
+        if rotation not in self._turned:
+            factors = rotation.factors(*self._positions())
+            self._turned[rotation] = pair_tables(rotation, factors, head_dim)
+        return self._turned[rotation]
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """[R], [R]: positions of the stacked queries, and the ones that they are turned to."""
+        at = self._step.positions[self._plan.rows]
+        return at, at - self._plan.distances.to(at.device)
+
+
+def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> RotationTables:
+    """Factors of R keys as `kvmosaic.attention` takes them: [R, 1, D] each, the pair's sign in the sines."""
+    num_rows, device = len(factors.cos), factors.cos.device
+    cos, sin = torch.ones(num_rows, 1, head_dim, device=device), torch.zeros(num_rows, 1, head_dim, device=device)
+    partners = torch.arange(head_dim, device=device)
+    rotary = slice(rotation.first, rotation.first + rotation.rotary_dim)
+    for table, first, second in ((cos, factors.cos, factors.cos), (sin, -factors.sin, factors.sin)):
+        one, other = paired(table[..., rotary], rotation.layout)
+        one.copy_(first)
+        other.copy_(second)
+    one, other = paired(partners[rotary], rotation.layout)
+    both = one.clone(), other.clone()
+    one.copy_(both[1])
+    other.copy_(both[0])
+    return RotationTables(cos, sin, partners, rotation=None)  # type: ignore[arg-type]
+
+
+def attention_backend() -> AttentionBackend:
+    """Our C extension where it was built, or torch."""
+    try:
+        backend: AttentionBackend = NativeBackend()
+    except NativeUnavailable:
+        backend = TorchBackend()
+    assert isinstance(backend, LayerBackend | TorchBackend)
+    return backend
