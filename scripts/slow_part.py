@@ -38,8 +38,8 @@ def touched_folders() -> set[str]:
         match Path(path).parts:
             case ["src", "kvmosaic", name] if name.endswith(".py"):
                 found.add(f"test_{name}")
-            case ["src", "kvmosaic", name, *_] | ["tests", name, *_]:
-                found.add(name)
+            case ["src", "kvmosaic", "lab", name, *_] | ["src", "kvmosaic", name, *_] | ["tests", name, *_]:
+                found.add("integrations" if name == "vllm" else name)
     return found
 
 
