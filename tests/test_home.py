@@ -18,7 +18,8 @@ ANNEXES = ("lab", "vllm", "llama")
 OF_ANNEXES = ("adapt", "bench", "capacity", "deploy", "eval", "integrations", "llama", "real", "training")
 """Folders of their tests."""
 PLACES = "cache/test_*.py layout/test_*.py prompt/test_d*.py engine/test_e*.py test_l*.py cli/test_d*.py"
-_ANNEX = re.compile(rf"kvmosaic[./]({'|'.join(ANNEXES)})\b")
+_ANNEX = re.compile(rf"kvmosaic[./]({'|'.join(ANNEXES)})\b|\blab\.|[\"'-](plan|bench|eval|tune|adapt)[\"' \]]")
+"""A module of theirs, or a command."""
 _SUPPORT = re.compile(r"^\s*(?:from|import) (support(?:\.\w+)*)", re.MULTILINE)
 
 
