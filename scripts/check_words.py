@@ -44,6 +44,8 @@ BANNED = {
     r"(?:most|fewest)_[a-z_]+": "'max_...' or 'min_...'",
     r"oblivion|has no say": "plain words",
 }
+STRAY = re.compile(r'"""((?:max|min|num)_[a-z_]+)\b')
+"""A docstring that begins like a name: a replaced word, where the file has no such name."""
 PATTERNS = [(re.compile(rf"\b(?:{words})\b", re.IGNORECASE), advice) for words, advice in BANNED.items()]
 
 
@@ -71,6 +73,12 @@ def main(arguments: list[str]) -> int:
         path = ROOT / name
         if name.startswith(SKIPPED) or path.suffix not in {".py", *PROSE} or not path.exists():
             continue
+        if path.suffix == ".py":
+            content = path.read_text(encoding="utf-8")
+            for name_of in STRAY.finditer(content):
+                if content.count(name_of[1]) == 1:
+                    print(f"{name}: a docstring begins with {name_of[1]!r}, which this file does not have")
+                    found += 1
         for line, text in texts_of(path):
             for pattern, advice in PATTERNS:
                 if match := pattern.search(text):

@@ -114,7 +114,9 @@ def test_a_request_chooses_what_its_documents_saw(llm):
     llm.generate(TEXT, GREEDY, chunk_context="none")
     assert llm.plan(TEXT, chunk_context="none").spans[1].num_reused > 0
     assert llm.plan(TEXT).spans[1].num_reused == 0
-    *_, streamed = llm.stream(other, GREEDY, documents=DOCUMENTS, chunk_context="none")
+    *_, streamed = llm.stream(other, GREEDY, documents=DOCUMENTS, chunk_context="none", adapter="")
+    with pytest.raises(InvalidPrompt, match=r"there is no adapter 'mine'; .* or LLM\(model, adapter=…\)"):
+        next(llm.stream(other, GREEDY, adapter="mine"))
     assert streamed.outputs[0].token_ids == context_free.outputs[0].token_ids
 
 

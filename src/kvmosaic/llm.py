@@ -416,6 +416,7 @@ class LLM:
         companions: Sequence[str] | None = None,
         documents_order: DocumentsOrder | None = None,
         find_documents: str | None = None,
+        adapter: str | None = None,
     ) -> Iterator[RequestOutput]:
         """Answers one prompt or conversation, step by step: every output holds the answer so far.
 
@@ -446,7 +447,8 @@ class LLM:
         if reader is not None:
             params = reader.sampling(params)
         placing = position_strategy, context_with(companions, chunk_context)
-        encoded = replace(encoded, documents_order=documents_order or encoded.documents_order)
+        adapter, order = encoded.adapter if adapter is None else adapter, documents_order or encoded.documents_order
+        encoded = replace(encoded, adapter=adapter, documents_order=order)
         outputs = self._stream(encoded, params, check_priority(priority), placing)
         return outputs if reader is None else reader.read_all(outputs, params)
 

@@ -39,7 +39,7 @@ def check_model(model: LoadedModel, config: EngineConfig, backend: AttentionBack
 
 
 def working_cells(num_blocks: Mapping[PoolName, int], block_size: int) -> int:
-    """None: attention reads the pools."""
+    """None, since attention reads the pools."""
     return 0
 
 

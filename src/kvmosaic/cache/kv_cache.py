@@ -228,11 +228,8 @@ class KVCache(TenantChunks):
         after the first tokens, that may be repaired.
         """
         before, first, last = span.state, span.num_computed, span.num_computed + num_tokens
-        if is_chunk := span.chunk is not None:
-            borders = {self.repaired_tokens, last}
-        else:
-            borders = {last - last % self.request_pool.block_size, *parts, last}
-        saves = []
+        is_chunk, last_border, saves = span.chunk is not None, last - last % self.request_pool.block_size, []
+        borders = {self.repaired_tokens, last} if is_chunk else {last_border, *parts, last}
         for border in sorted(border for border in borders if first < border <= last):
             has_rest = self.repaired_tokens and (border > self.repaired_tokens or border == span.num_tokens)
             rest = SavedState(has_map=True) if is_chunk and has_rest else None

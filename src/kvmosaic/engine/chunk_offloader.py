@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_KEYS = 1_000_000
 """Beyond that, the oldest are dropped; each takes a few hundred bytes."""
 MAX_NAMES = 64
-"""max_names of one chunk; beyond that, the oldest are dropped."""
+"""Most names of one chunk; beyond that, the oldest are dropped."""
 _PART = re.compile(r" \([0-9]+/[0-9]+\)$")
 
 

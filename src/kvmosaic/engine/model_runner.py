@@ -1,6 +1,6 @@
 """What the engine needs of a model, of the slots where its keys and values are, and of what runs its steps.
 
-`LoadedModel`, `BlockStorage` and `Runner` are these for transformers, the room `llama` has them for llama.cpp.
+`LoadedModel`, `BlockStorage` and `Runner` are these for transformers, the package `llama` has them for llama.cpp.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineModel(Protocol):
 
     @property
     def max_forward_tokens(self) -> int | None:
-        """max_tokens of one forward; None: no limit."""
+        """Most tokens of one forward; None: no limit."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -336,7 +336,9 @@ def adapter_of(prompt: Prompt, adapters: Mapping[str, LayoutAdapter]) -> LayoutA
     """
     if prompt.adapter:
         if prompt.adapter not in adapters:
-            known = ", ".join(map(repr, adapters)) or "none; load it with --adapter NAME=FOLDER, or LLM(adapters=…)"
+            known = (
+                ", ".join(map(repr, adapters)) or "none; load it with --adapter NAME=FOLDER, or LLM(model, adapter=…)"
+            )
             raise InvalidPrompt(f"there is no adapter {prompt.adapter!r:.80}; loaded are {known}")
         return adapters[prompt.adapter]
     if prompt.adapter is None and prompt.chunks:

@@ -174,11 +174,11 @@ class QuestionObserver:
     """For each read of the rows that is a span's: that span, and the number of its first token."""
 
     def wants_layer(self, layer_index: int) -> bool:
-        """See `kvmosaic.attention.Watch`: early layers attend to neighbours, later ones to what the question needs."""
+        """See `AttentionObserver`: early layers attend to neighbours, later ones to what the question needs."""
         return layer_index >= self.repair.num_layers // 2
 
     def observe(self, layer_index: int, read_index: int, shares: Tensor) -> None:
-        """See `kvmosaic.attention.Watch`."""
+        """See `AttentionObserver`."""
         self.repair.note_shares(*self.read_tokens[read_index], shares)
 
 

@@ -17,7 +17,7 @@ from kvmosaic.layout import Span, View, Visibility
 from kvmosaic.prompt import SegmentKind
 
 _MAX_STRETCHES = 8
-"""max_stretches of keys between hidden ones that are read one by one; more are read at once, with a mask."""
+"""Most stretches of keys between hidden ones that are read one by one; more are read at once, with a mask."""
 
 
 def rows_of(work: ScheduledTokens) -> list[SpanRows]:
@@ -48,10 +48,8 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
 def _states_seen(work: ScheduledTokens, before: SavedState | None, part: int | None = None) -> tuple[SavedState, ...]:
     """The states of the spans that tokens follow, in prompt order.
 
-    Args:
-        work: the tokens.
-        before: for repaired tokens, the state after those of the chunks before.
-        part: for repaired tokens, the number of their chunk among the repaired ones.
+    Repaired tokens, of the chunk that is number `part` of the repaired ones, follow the repaired ones before: their
+    state is `before`.
     """
     allocation, layout, index = work.sequence.allocation, work.sequence.request.layout, work.span
     assert allocation is not None

@@ -50,7 +50,7 @@ class LoadedModel:
     max_positions: int | None
     """Positions 0 … max_positions - 1 may be used; None: no limit."""
     max_forward_tokens: int | None
-    """max_tokens of one flattened forward, for models that count them; None: no limit."""
+    """Most tokens of one flattened forward, for models that count them; None: no limit."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_settings: Mapping[str, Any]
@@ -367,7 +367,7 @@ def _checked_positions(wanted: int, limit: int | None, may_exceed: bool) -> int:
 
 
 def _counted_tokens(config: Any, layers: tuple[LayerSpec, ...]) -> int | None:
-    """max_tokens of a forward for a model that counts rows instead of reading positions; None: no limit.
+    """Most tokens of a forward, for a model that counts rows instead of reading positions; None: no limit.
 
     Llama 4 scales the queries of its layers without rotation by the row number, from row `floor_scale` on.
     """

@@ -70,7 +70,7 @@ class _Ends(Protocol):
     def end(self) -> int: ...
 
 
-class PlacedPrompt(Protocol):
+class _HasLast(Protocol):
     """A layout, as far as `check_length` needs it."""
 
     @property
@@ -78,7 +78,7 @@ class PlacedPrompt(Protocol):
         """The span that the answer extends; no other ends later."""
 
 
-def check_length(layout: PlacedPrompt, max_positions: int, max_new_tokens: int = 1) -> int:
+def check_length(layout: _HasLast, max_positions: int, max_new_tokens: int = 1) -> int:
     """Returns how many tokens remain for the answer.
 
     Raises:

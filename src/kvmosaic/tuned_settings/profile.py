@@ -82,7 +82,7 @@ class Goal:
     loss: Share | None
     """Max loss, as a share of full attention's accuracy, of all tasks together and of each; None: any."""
     max_work: Work
-    """max_work of choosing and repairing; 1 is the cost of computing all documents once."""
+    """Most work for choosing and repairing; 1 is the cost of computing all documents once."""
     is_reached: bool = True
     """False: no settings reach it, and the best ones were accepted nonetheless."""
     max_divergence: Nats | None = None

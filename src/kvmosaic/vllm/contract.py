@@ -32,7 +32,7 @@ MAX_REPAIR_TOKENS = 4096
 MAX_REPAIRED_RUNS = 4096
 MAX_COMPANION_TOKENS = 2**17
 MAX_SEEN = 2**16
-"""max_texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
+"""Most texts between documents, times documents: a text sees each of those before it, and the scheduler lists them."""
 
 MAX_CHANGE = 1 << 63
 Repair = int | tuple[tuple[int, ...], ...]

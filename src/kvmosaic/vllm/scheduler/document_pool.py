@@ -14,7 +14,7 @@ from kvmosaic.vllm.contract import DEFAULT_PRIORITY, MAX_CHANGE
 from kvmosaic.vllm.scheduler.block_store import BlockStore, HashedBlock
 
 _MAX_CLAIMS = 64
-"""max_labels of one text: each is a stored document with that text."""
+"""Most labels of one text: each is a stored document with that text."""
 _MAX_UPDATES = 4_096
 """Updates that are remembered, by label: what was rendered before one may arrive after it."""
 

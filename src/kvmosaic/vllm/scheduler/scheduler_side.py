@@ -53,7 +53,7 @@ from kvmosaic.vllm.scheduler.trouble import (
 from kvmosaic.vllm.settings import is_composing_required, require_composing
 
 _MAX_ASKED = 8
-"""max_retries of a chunk for one request, if it is evicted each time before all others are there."""
+"""Most retries of a chunk for one request, if it is evicted each time before all others are there."""
 
 _log = logging.getLogger(__name__)
 

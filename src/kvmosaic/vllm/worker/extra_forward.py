@@ -162,7 +162,7 @@ class ExtraForward:
         self.block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self.num_blocks = int(kv_cache_config.num_blocks)
         self.max_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        """max_tokens of one forward, for which vLLM's own buffers are allocated."""
+        """Most tokens of one forward, for which vLLM's own buffers are allocated."""
         self.max_runs = int(vllm_config.scheduler_config.max_num_seqs)
         self.max_length = int(vllm_config.model_config.max_model_len)
         self.model_config = vllm_config.model_config

@@ -17,7 +17,7 @@ from kvmosaic.vllm.worker.key_rotation import Factors, KeyRotation, arithmetic, 
 from kvmosaic.vllm.worker.layouts import KeyValueLayout, find_layout, with_indexers
 
 _MAX_CLIMB = 3
-"""max_depth of modules above an attention layer that may belong to it: wrapper, attention module, one more."""
+"""Most modules above an attention layer that may belong to it: wrapper, attention module, one more."""
 
 
 class ModuleTree:
