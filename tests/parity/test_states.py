@@ -86,6 +86,23 @@ def test_first_tokens_of_documents_follow_the_state_of_what_is_before_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
+def test_a_document_sees_one_without_what_that_one_saw(family):
+    chunks = [
+        ((77, 37, 46, 76), ()),
+        (tuple(range(20, 31)), (0,)),
+        ((47, 98), ()),
+        ((77, 37), (2,)),
+        ((90, 29), (1, 3)),
+    ]
+    segments = [Segment(SegmentKind.CHUNK, tokens, sees=sees) for tokens, sees in chunks]
+    segments.insert(2, Segment(SegmentKind.TEXT, (6, 6)))
+    run = {"strategy": "shared", "context": "system", "block_size": 4, "budget": 5, "fragmented": False}
+    prompt = Prompt((*segments, Segment(SegmentKind.QUESTION, (100, 101))))
+    check_first_tokens(loaded_hybrid(family), prompt, 1, **run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
 @settings(max_examples=12)
 @given(prompt=prompts(), count=st.sampled_from([1, 3, 8]), run=st.fixed_dictionaries(settings_of_a_run))
 def test_random_prompts_with_repaired_first_tokens_equal_the_dense_forward(family, prompt, count, run):

@@ -69,6 +69,8 @@ class RepairedStates:
             begin = own
             if state is not None and state.memory is not None and not is_text:
                 begin = LayerState({} if own is None else own.tails, state.memory)
+            elif state is None and own is not None and own.memory is not None and not is_text:
+                begin = LayerState(own.tails, torch.zeros_like(own.memory))  # of what is not seen here
             return layer.run(rows, None if begin is None else begin.repeated(1))[1]
 
         def after(indices: Sequence[int]) -> LayerState | None:

@@ -46,11 +46,7 @@ def rows_of(work: ScheduledTokens) -> list[SpanRows]:
 
 
 def _states_seen(work: ScheduledTokens, before: SavedState | None, part: int | None = None) -> tuple[SavedState, ...]:
-    """The states of the spans that tokens follow, in prompt order.
-
-    Repaired tokens, of the chunk that is number `part` of the repaired ones, follow the repaired ones before: their
-    state is `before`.
-    """
+    """The states that tokens follow, in prompt order; for a `part` of repaired tokens, `before` is the last part's."""
     allocation, layout, index = work.sequence.allocation, work.sequence.request.layout, work.span
     assert allocation is not None
     repaired = layout.repaired_chunks if layout.repair is not None and index >= layout.repair else {}

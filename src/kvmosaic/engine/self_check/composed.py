@@ -311,9 +311,11 @@ class DenseStates:
             for span, part in zip(layout.spans, parts, strict=True):
                 state: LayerState | None = None
                 for index in sorted(view.span for view in span.views):
-                    begin = starts[index]
-                    if state is not None and state.memory is not None:  # its first tokens have the tail that they had
+                    begin = starts[index]  # its first tokens have the tail that they had
+                    if state is not None and state.memory is not None:
                         begin = LayerState({} if begin is None else begin.tails, state.memory)
+                    elif state is None and begin is not None and begin.memory is not None:  # of what is not seen here
+                        begin = LayerState(begin.tails, torch.zeros_like(begin.memory))
                     state = layer.run(parts[index], None if begin is None else begin.repeated(1))[1]
                 starts.append(state)
                 outputs.append(layer.run(part, None if state is None else state.repeated(1))[0])
