@@ -270,6 +270,47 @@ def test_a_step_that_fails_leaves_no_state_behind():
     assert (logits - expected).abs().max() <= 1e-9
 
 
+def test_rows_follow_what_documents_keep_of_their_rest_in_the_same_step():
+    engine, params = build_engine(loaded_hybrid("minimax"), repaired_tokens=4), replace(GREEDY, repair="first(4)")
+    chunks = [(range(20, 29), ()), (range(40, 49), ()), (range(60, 69), (1,))]
+    segments = [Segment(SegmentKind.CHUNK, tuple(tokens), sees=sees) for tokens, sees in chunks]
+    for question in ((3, 4), (3, 5, 9)):
+        last = Segment(SegmentKind.QUESTION, question)
+        prompt = Prompt((Segment(SegmentKind.SYSTEM, (5, 6, 7)), *segments, last))
+        request, logits = answer(engine, prompt, params)
+        assert (logits - dense_logits(engine.runner.model, request.layout, token_ids(request))).abs().max() <= 1e-9
+        evict_all(engine)  # repaired tokens stay cached
+
+
+def test_where_there_is_no_room_for_a_copied_block_a_span_continues_from_an_earlier_state():
+    engine, params = build_engine(loaded_hybrid("minimax"), blocks=(3, 8)), replace(GREEDY, max_tokens=1)
+    history = list(range(20, 30))
+    answer(engine, Prompt.plain(history), params)
+    request, logits = answer(engine, Prompt.plain([*history, 40]), params)
+    assert (logits - dense_logits(engine.runner.model, request.layout, token_ids(request))).abs().max() <= 1e-9
+
+
+def test_a_request_that_read_a_state_of_a_failed_one_is_computed_again():
+    engine, run, history = build_engine(loaded_hybrid("minimax")), None, list(range(20, 28))
+    answer(engine, Prompt.plain([*history, 30]), GREEDY)
+    states = engine.kv_cache._prefix.states
+    for entry in list(states):
+        states.take(entry)
+    run = engine.runner.run
+
+    def fail(spans):
+        if any(74 in span.token_ids for span in spans):
+            raise RuntimeError("before the forward")
+        return run(spans)
+
+    engine.runner.run = fail
+    requests = [engine.add_request(Prompt.plain([*history, *rest]), GREEDY) for rest in ((74, 75), (80, 81))]
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [request.error is None for request in requests] == [False, True]
+    engine.check_invariants()
+
+
 def test_states_survive_sleep():
     model = loaded_hybrid("minimax")
     engine, prompt = build_engine(model), asked([], [70, 71, 72, 73, 74])

@@ -208,6 +208,8 @@ def held_chunks(found: Sequence[CacheHit]) -> list[Chunk]:
 
 def _give_up_copies(found: Sequence[CacheHit]) -> None:
     for here in found:
+        if here.source is not None and here.state is not None:  # it is the one after the copied tokens
+            here.end_with_a_state()
         here.source, here.num_copied = None, 0
 
 

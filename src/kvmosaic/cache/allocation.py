@@ -201,10 +201,12 @@ class Allocation:
     def is_stale(self) -> bool:
         """Whether something it reads is invalid: release it and plan again.
 
-        That is an abandoned chunk, or a prefix block whose step failed.
+        That is an abandoned chunk, or a prefix block or a state whose step failed.
         """
         return self.is_forgotten or any(
-            (span.chunk is not None and span.chunk.is_abandoned) or (span.entries and span.entries[-1].is_dropped)
+            (span.chunk is not None and span.chunk.is_abandoned)
+            or (span.entries and span.entries[-1].is_dropped)
+            or (span.state is not None and span.state.is_lost)
             for span in self.spans
         )
 

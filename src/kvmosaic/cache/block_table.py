@@ -220,13 +220,17 @@ class SavedState:
     It lives as long as something refers to it: a chunk, a prefix entry, a running sequence.
     """
 
-    __slots__ = ("__weakref__", "has_map", "rest", "value")
+    __slots__ = ("__weakref__", "has_map", "is_lost", "is_passing", "rest", "value")
 
-    def __init__(self, has_map: bool = False, rest: SavedState | None = None) -> None:
+    def __init__(self, has_map: bool = False, rest: SavedState | None = None, is_passing: bool = False) -> None:
         self.has_map = has_map
         """Whether it also holds what its span, a chunk, does to the state before it."""
         self.rest = rest
         """The same of its tokens after the first k, where those may be repaired."""
+        self.is_passing = is_passing
+        """Whether only the step that computes it needs it."""
+        self.is_lost = False
+        """Whether that step failed."""
         self.value: Any = None
         """What the runner keeps here."""
 
@@ -239,6 +243,11 @@ class StateProgress:
     """After the span's tokens before them; None: they are its first, and begin after the spans that it sees."""
     saves: tuple[tuple[int, SavedState], ...]
     """The state after so many of them; the last one is after all of them."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether they continue from a state that has not been computed, since its step failed."""
+        return self.before is not None and self.before.is_lost
 
     @property
     def last(self) -> SavedState:

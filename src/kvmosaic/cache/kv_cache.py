@@ -217,7 +217,7 @@ class KVCache(TenantChunks):
         if self._prefix_caching:
             span.register(self._prefix, allocation.chain, self._step)
             if progress is not None and (num_tokens > 1 or span.is_closed):
-                states = [(first + count, state) for count, state in progress.saves]
+                states = [(first + count, state) for count, state in progress.saves if not state.is_passing]
                 span.give_states(self._prefix, states, self._step)
         return progress
 
@@ -230,10 +230,10 @@ class KVCache(TenantChunks):
         before, first, last = span.state, span.num_computed, span.num_computed + num_tokens
         is_chunk, last_border, saves = span.chunk is not None, last - last % self.request_pool.block_size, []
         borders = {self.repaired_tokens, last} if is_chunk else {last_border, *parts, last}
-        for border in sorted(border for border in borders if first < border <= last):
+        for border in sorted({border for border in borders if first < border <= last} | {last}):
             has_rest = self.repaired_tokens and (border > self.repaired_tokens or border == span.num_tokens)
             rest = SavedState(has_map=True) if is_chunk and has_rest else None
-            saves.append((border - first, SavedState(is_chunk, rest)))
+            saves.append((border - first, SavedState(is_chunk, rest, border not in (last, last_border))))
         span.state = saves[-1][1]
         return StateProgress(before, tuple(saves))
 
@@ -382,6 +382,8 @@ class KVCache(TenantChunks):
         for span in allocation.spans:
             if span.registered_step == self._step:
                 for entry in span.given:
+                    if entry.state is not None:
+                        entry.state.is_lost = True
                     self._prefix.states.take(entry)
                 for entry in span.registered:
                     self._prefix.drop(entry)

@@ -150,6 +150,12 @@ class CacheHit:
         """Blocks of another chunk that a missing chunk shares."""
         return 0 if self.shared is None else self.shared.num_blocks
 
+    def end_with_a_state(self) -> None:
+        """Shares blocks up to the last one that has a state."""
+        while self.entries and self.entries[-1].state is None:
+            self.entries.pop()
+        self.state = self.entries[-1].state if self.entries else None
+
 
 @dataclass
 class _Draft:
@@ -324,9 +330,7 @@ class CacheLookup:
             return
         if tail is not None and tail.tokens == rest:
             here.entries.append(tail)
-        while here.entries and here.entries[-1].state is None:
-            here.entries.pop()
-        here.state = here.entries[-1].state if here.entries else None
+        here.end_with_a_state()
 
     def _plan_chunk(self, draft: _Draft, index: int) -> SpanPlan:
         started = self._clock()

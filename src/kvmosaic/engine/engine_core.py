@@ -193,7 +193,7 @@ class EngineCore:
         logits: dict[int, Array] = {}
         for request, group in groupby(step.works, key=lambda work: work.sequence.request):
             works = list(group)
-            if any(work.sequence.is_stale for work in works):
+            if any(work.sequence.is_stale or (work.states is not None and work.states.is_lost) for work in works):
                 self._roll_back(work.sequence for work in works)
                 continue
             try:

@@ -244,5 +244,5 @@ def _masked(reads: tuple[Piece, ...], seen: Visibility) -> Iterator[Piece]:
             tuple(token - number for token in seen.hidden if number <= token < last),
             tuple(min(max(end - number, 0), read.num_tokens) for end in seen.ends),
         )
-        yield replace(read, visibility=part)
+        yield replace(read, visibility=part if part.hidden or part.ends else None)
         number = last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,18 +55,20 @@ class StepStates:
                     self._run(layer, hidden, output, rows, state)
             if single:
                 self._run_together(layer, hidden, output, single)
+        for passing in self._new.keys() - self.saved:
+            self._new[passing][-1] = SpanState(LayerState({}, None))  # its memory is needed no longer
         return output
 
     @property
-    def saved(self) -> Iterable[SavedState]:
-        """The states that it computes."""
-        return self._new
+    def saved(self) -> list[SavedState]:
+        """The states that it computes, and that stay."""
+        return [state for state in self._new if not state.is_passing]
 
     def keep(self) -> None:
         """Keeps the new states, once the step has succeeded."""
-        for state, layers in self._new.items():
-            assert len(layers) == self._num_layers, "every layer has computed every state"
-            state.value = layers
+        for state in self.saved:
+            assert len(self._new[state]) == self._num_layers, "every layer has computed every state"
+            state.value = self._new[state]
 
     def _of(self, state: SavedState, layer: StateLayer) -> SpanState:
         new = self._new.get(state)
@@ -131,7 +133,9 @@ def _levels(spans: Sequence[SpanRows]) -> list[list[_Rows]]:
         sources = seen if progress.before is None else (*seen, progress.before)
         everything.append(_Rows(first, len(span.token_ids), progress, sources))
         first += len(span.token_ids)
-        made_by.update((state, number) for _, state in progress.saves)
+        made_by.update(
+            (part, number) for _, state in progress.saves for part in (state, state.rest) if part is not None
+        )
     depths: dict[int, int] = {}
 
     def depth(number: int) -> int:
