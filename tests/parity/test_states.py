@@ -270,6 +270,7 @@ def test_a_step_that_fails_leaves_no_state_behind():
     assert (logits - expected).abs().max() <= 1e-9
 
 
+@pytest.mark.slow
 def test_rows_follow_what_documents_keep_of_their_rest_in_the_same_step():
     engine, params = build_engine(loaded_hybrid("minimax"), repaired_tokens=4), replace(GREEDY, repair="first(4)")
     chunks = [(range(20, 29), ()), (range(40, 49), ()), (range(60, 69), (1,))]
@@ -290,6 +291,7 @@ def test_where_there_is_no_room_for_a_copied_block_a_span_continues_from_an_earl
     assert (logits - dense_logits(engine.runner.model, request.layout, token_ids(request))).abs().max() <= 1e-9
 
 
+@pytest.mark.slow
 def test_a_request_that_read_a_state_of_a_failed_one_is_computed_again():
     engine, run, history = build_engine(loaded_hybrid("minimax")), None, list(range(20, 28))
     answer(engine, Prompt.plain([*history, 30]), GREEDY)
