@@ -293,7 +293,7 @@ def test_where_there_is_no_room_for_a_copied_block_a_span_continues_from_an_earl
 
 @pytest.mark.slow
 def test_a_request_that_read_a_state_of_a_failed_one_is_computed_again():
-    engine, run, history = build_engine(loaded_hybrid("minimax")), None, list(range(20, 28))
+    engine, history = build_engine(loaded_hybrid("minimax")), list(range(20, 28))
     answer(engine, Prompt.plain([*history, 30]), GREEDY)
     states = engine.kv_cache._prefix.states
     for entry in list(states):

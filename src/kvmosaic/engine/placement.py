@@ -261,8 +261,8 @@ class Placer:
         is_free = not has_window and not layout.rules.takes_offsets
         in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
-        has_states, config = self._kv_cache.repaired_tokens > 0, self._config
-        usual = repair_policy(config.repair if has_states else config.repair_after(layout.chunk_context))
+        config, repairs_states = self._config, self._kv_cache.repaired_tokens > 0  # which companions do not help
+        usual = repair_policy(config.repair if repairs_states else config.repair_after(layout.chunk_context))
         if in_full and is_free and prompt.num_tokens < self._max_in_full:
             yield FullRepair()
         if likeness and has_looks:

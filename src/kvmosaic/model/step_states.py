@@ -40,6 +40,9 @@ class StepStates:
         self._new: dict[SavedState, list[SpanState]] = {
             part: [] for state in made for part in (state, state.rest) if part is not None
         }
+        self.saved = [state for state in self._new if not state.is_passing]
+        """The states that it computes, and that stay."""
+        self._passing = [state for state in self._new if state.is_passing]
 
     def __call__(self, layer: StateLayer, hidden: Tensor) -> Tensor:
         """One layer's outputs [1, T, H] for its inputs."""
@@ -55,14 +58,9 @@ class StepStates:
                     self._run(layer, hidden, output, rows, state)
             if single:
                 self._run_together(layer, hidden, output, single)
-        for passing in self._new.keys() - self.saved:
+        for passing in self._passing:
             self._new[passing][-1] = SpanState(LayerState({}, None))  # its memory is needed no longer
         return output
-
-    @property
-    def saved(self) -> list[SavedState]:
-        """The states that it computes, and that stay."""
-        return [state for state in self._new if not state.is_passing]
 
     def keep(self) -> None:
         """Keeps the new states, once the step has succeeded."""
