@@ -2,8 +2,9 @@
 
     python benchmarks/facts_apart.py MODEL --name qwen2.5-coder-0.5b --engine transformers --xquad xquad.en.json
 
-Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, and about one of
-five paragraphs, or of up to sixteen snippets, of one article or two. An answer is right if it has the accepted words.
+Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, about one of five
+paragraphs, of up to sixteen snippets of one article or two, and of all paragraphs of two to four. An answer is right if
+it has the accepted words.
 Writes results/facts-apart-NAME.json after every few questions, and a table beside it.
 """
 
@@ -27,7 +28,7 @@ from kvmosaic.prompt import Document
 
 WAYS = {"full": "full", "default": None, "none": "none", "first(8)": "first(8)"}
 SYSTEM = "Answer the question from the documents. Copy the words of the answer, nothing else."
-PARAGRAPHS, SNIPPETS, TURN = 5, 16, 3
+PARAGRAPHS, SNIPPETS, QUESTIONS, TURN = 5, 16, 7, 3
 PIECES = ((20, 1), (40, 1), (65, 1), (90, 1), (65, 2), (110, 2))
 """Snippets of whole sentences, at least so many words, of so many articles."""
 
@@ -50,6 +51,23 @@ def articles(path: Path, count: int, words: int = 0, together: int = 1) -> Itera
                 documents = tuple(Document(text) for text in chance.sample(shown, len(shown)))
                 cases.append(Case(asked["id"], path.stem, asked["question"], answers, documents, SYSTEM))
     chance.shuffle(cases)
+    yield from cases[:count]
+
+
+def paragraphs(path: Path, count: int, articles: int) -> Iterator[Case]:
+    """Questions about paragraphs of so many articles, all of them shown: seven questions with the same documents."""
+    chance, cases = Random(6), list[Case]()
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    for number in range(0, len(data) - articles + 1, articles):
+        shown = [paragraph for article in data[number : number + articles] for paragraph in article["paragraphs"]]
+        chance.shuffle(shown)
+        documents, asked = tuple(Document(each["context"]) for each in shown), list[Case]()
+        for paragraph in shown:
+            question = chance.choice(paragraph["qas"])
+            answers = tuple(answer["text"] for answer in question["answers"])
+            if sum(contains_any(each["context"], answers) for each in shown) == 1:
+                asked.append(Case(question["id"], path.stem, question["question"], answers, documents, SYSTEM))
+        cases += chance.sample(asked, min(len(asked), QUESTIONS))
     yield from cases[:count]
 
 
@@ -101,6 +119,8 @@ def main() -> None:
     sets = {str(task): iter(task.cases(21, given.count)) for task in tasks}
     if given.xquad:
         sets[f"one paragraph of {PARAGRAPHS}"] = articles(given.xquad, given.count)
+        for count in (2, 3, 4):
+            sets[f"paragraphs of {count} articles"] = paragraphs(given.xquad, given.count, count)
         for words, together in PIECES:
             name = f"snippets of {words} words" + (", two articles" if together == 2 else "")
             sets[name] = articles(given.xquad, given.count, words, together)

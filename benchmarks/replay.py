@@ -34,7 +34,7 @@ from kvmosaic.engine.placement import in_best_order
 from kvmosaic.errors import ChunkCacheFull, RequestTooLarge
 from kvmosaic.eviction import POLICIES
 from kvmosaic.layout import arrange
-from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind
+from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 from kvmosaic.prompt.preamble import preamble_rule, with_preamble
 
 BLOCK_TOKENS = 512
@@ -182,7 +182,7 @@ class PromptWriter:
         self._auto = preamble_rule("auto")
         self._encoders = {
             preamble: PromptEncoder(
-                None, PromptOptions(preamble=rule, max_prompt_chunks=10**6), vocab_size=self.vocab_size
+                None, ChunkCacheConfig(preamble=rule, max_prompt_chunks=10**6), vocab_size=self.vocab_size
             )
             for preamble, rule in (("all", "all"), ("first", BLOCK_TOKENS), ("auto", "all"))
         }

@@ -5,6 +5,7 @@ from cache.world import Clock, compute_all, layout_of, make_kv_cache, plain, sta
 
 from kvmosaic.cache.chunk_index import SPARED_SECONDS
 from kvmosaic.cache.tenants import MAX_PINNED_NAMES
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkInUse, InvalidPrompt, QuotaExceeded, UnknownChunk
 from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 
@@ -58,7 +59,7 @@ def test_a_salt_narrows_a_name_down_and_none_means_every_salt_of_the_tenant():
 
 def test_a_prompt_keeps_its_tenant_when_it_is_tokenized():
     prompt = Prompt((Segment(SegmentKind.PLAIN, (1, 2)),), tenant="t", salt="s")
-    encoded = PromptEncoder(None, vocab_size=9).encode(prompt)
+    encoded = PromptEncoder(None, ChunkCacheConfig(), vocab_size=9).encode(prompt)
     assert (encoded.tenant, encoded.salt) == ("t", "s")
     with pytest.raises(InvalidPrompt, match="tenant must be a text of at most 256 characters"):
         Prompt((Segment(SegmentKind.PLAIN, (1, 2)),), tenant="t" * 257)

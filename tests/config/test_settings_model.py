@@ -13,13 +13,13 @@ from typer.main import get_command
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, TierConfig
 from kvmosaic.cli import app
-from kvmosaic.config import CONFIGS, LLMConfig, ModelConfig, flag_of, setting_named, settings_of
+from kvmosaic.config import ALL_CONFIGS, LLMConfig, ModelConfig, flag_of, setting_named, settings_of
 from kvmosaic.console.options import option
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.settings import ServerSettings
 
 SOURCE = Path(__file__).parents[2] / "src" / "kvmosaic"
-SETTINGS = {name: each for config in CONFIGS for name, each in settings_of(config).items()}
+SETTINGS = {name: each for config in ALL_CONFIGS for name, each in settings_of(config).items()}
 MAX_PARAMETERS = 12
 WIDE = {
     *("llm.py:__init__", "llm.py:chat", "llm.py:stream", "integrations/vllm/front/python_api.py:chat"),
@@ -54,7 +54,7 @@ def test_every_setting_has_help_in_sentences_and_bounds_if_it_is_a_number() -> N
 
 
 def test_no_two_settings_have_one_name() -> None:
-    assert len(SETTINGS) == sum(len(fields(config)) for config in CONFIGS)
+    assert len(SETTINGS) == sum(len(fields(config)) for config in ALL_CONFIGS)
 
 
 def test_every_setting_of_python_is_one_of_the_server_and_never_declared_beside_it() -> None:

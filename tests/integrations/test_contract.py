@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tokenizers import make_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, InvalidTokenId
 from kvmosaic.layout import arrange
 from kvmosaic.prompt import Document, PromptEncoder
-from kvmosaic.prompt.settings import PromptOptions
 from kvmosaic.vllm.contract import Composition, How, ModelFacts, choose_strategy, composed
 
 COMPOSITIONS = st.builds(
@@ -50,7 +50,7 @@ def test_a_composition_comes_back_from_its_fields(composition: Composition, ques
 @pytest.mark.parametrize("strategy", ["sequential", "shared"])
 @pytest.mark.parametrize("long_chunks", ["split", "sections"])
 def test_parts_of_a_document_are_where_our_own_engine_has_them(strategy: str, long_chunks: Any) -> None:
-    options = PromptOptions(long_chunks=long_chunks, max_chunk_tokens=60, max_section_tokens=30)
+    options = ChunkCacheConfig(long_chunks=long_chunks, max_chunk_tokens=60, max_section_tokens=30)
     tokenizer = make_tokenizer(None)
     encoder = PromptEncoder(tokenizer, options, vocab_size=len(tokenizer), max_positions=4_096)
     text = "# Mill\nIt is red.\n\n# Ferry\nIt goes home at noon.\n\n# Town\nIt is empty.\n" * 3

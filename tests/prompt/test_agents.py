@@ -12,11 +12,11 @@ from support.cpu_time import least_cpu_seconds
 from support.target import slowness
 from support.tokenizers import CHATML, make_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.prompt import Prompt
 from kvmosaic.prompt.encoder import PromptEncoder
 from kvmosaic.prompt.found_documents import MIN_PASTED_CHARACTERS, MIN_RESULT_CHARACTERS
 from kvmosaic.prompt.patterns import document_finder
-from kvmosaic.prompt.settings import PromptOptions
 
 AGENTS = document_finder(("agents",), None)
 BOTH = document_finder(("auto", "agents"), None)
@@ -82,7 +82,7 @@ NUMBERS = "".join(str(number**3) for number in range(80))
 
 def encoder(**options: object) -> PromptEncoder:
     tokenizer = make_tokenizer(CHATML)
-    settings = PromptOptions(find_documents="agents", **options)  # type: ignore[arg-type]
+    settings = ChunkCacheConfig(find_documents="agents", **options)  # type: ignore[arg-type]
     return PromptEncoder(tokenizer, settings, vocab_size=len(tokenizer), max_positions=100_000)
 
 

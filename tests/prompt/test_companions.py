@@ -20,7 +20,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2)
 
 @pytest.mark.parametrize("template", [CHATML, READER])
 def test_a_companion_is_written_as_a_document_of_the_prompt_is(template: str) -> None:
-    encoder = PromptEncoder(make_tokenizer(template), vocab_size=1_000).beside(RECORDS[2:5])
+    encoder = PromptEncoder(make_tokenizer(template), ChunkCacheConfig(), vocab_size=1_000).beside(RECORDS[2:5])
     prompt = encoder.encode_chat(MESSAGES, RECORDS)
     assert prompt.companions == tuple(chunk.token_ids for chunk in prompt.chunks[2:5])
     assert encoder.encode_chat(MESSAGES).companions == (), "an ordinary prompt has none"
@@ -79,5 +79,7 @@ def test_the_bundled_companion_is_in_the_language_of_most_documents() -> None:
 def test_german_documents_have_met_a_german_companion() -> None:
     tokenizer = make_tokenizer(CHATML)
     documents = ["Die Fähre fährt zu der Insel und ist um sechs zurück.", "Der Ofen brennt den Kalk für das Dorf."]
-    (companion,) = PromptEncoder(tokenizer, vocab_size=1_000).encode_chat(MESSAGES, documents).companions
+    (companion,) = (
+        PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=1_000).encode_chat(MESSAGES, documents).companions
+    )
     assert paragraphs()["de"] in tokenizer.decode(companion)

@@ -7,7 +7,7 @@ from support.tokenizers import CHATML, GRANITE, READER, TEMPLATES, make_tokenize
 from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import ChunkTooLong, EmptySegment, InvalidPrompt, InvalidTokenId, PromptTooLong, TooManyChunks
 from kvmosaic.layout import arrange
-from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind, check_length
+from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind, check_length
 from kvmosaic.prompt.patterns import document_finder
 from kvmosaic.prompt.tokenizer import WINDOW_CHARACTERS, PieceTokenizer
 
@@ -18,7 +18,7 @@ DOCUMENTS = [{"title": "A title", "text": "the first text"}, "second", {"id": "c
 
 def make_encoder(template=None, settings=None, **options):
     tokenizer = make_tokenizer(template, **options)
-    return PromptEncoder(tokenizer, settings, vocab_size=len(tokenizer))
+    return PromptEncoder(tokenizer, settings or ChunkCacheConfig(), vocab_size=len(tokenizer))
 
 
 def token_ids(prompt):
@@ -85,7 +85,7 @@ def test_control_tokens_count_in_questions_unless_that_is_switched_off_and_never
 
 
 def test_token_ids_pass_through_without_a_tokenizer():
-    encoder = PromptEncoder(None, vocab_size=100)
+    encoder = PromptEncoder(None, ChunkCacheConfig(), vocab_size=100)
     prompt = Prompt.from_tokens(system=[1, 2], chunks=[[3], np.array([4, 99])], question=[5], names=["a", "b"])
     assert encoder.encode(prompt) == prompt
     assert encoder.encode([7, 8]) == Prompt.plain([7, 8])
@@ -115,7 +115,7 @@ def test_text_and_token_ids_may_be_mixed():
 
 @pytest.mark.parametrize("bad", [-1, 100, 10**12])
 def test_a_token_id_outside_the_vocabulary_is_named(bad):
-    encoder = PromptEncoder(None, vocab_size=100)
+    encoder = PromptEncoder(None, ChunkCacheConfig(), vocab_size=100)
     with pytest.raises(InvalidTokenId, match=rf"token 1 of the chunk 'a' is {bad}; .* from 0 to 99"):
         encoder.encode(Prompt.from_tokens(chunks=[[1, bad]], question=[1], names=["a"]))
 
@@ -123,11 +123,11 @@ def test_a_token_id_outside_the_vocabulary_is_named(bad):
 @pytest.mark.parametrize("bad", [1.5, "a", None, True])
 def test_what_is_no_whole_number_is_no_token_id(bad):
     with pytest.raises(InvalidTokenId):
-        PromptEncoder(None, vocab_size=100).encode(Prompt((Segment(SegmentKind.PLAIN, (1, bad)),)))
+        PromptEncoder(None, ChunkCacheConfig(), vocab_size=100).encode(Prompt((Segment(SegmentKind.PLAIN, (1, bad)),)))
 
 
 def test_a_tokenizer_larger_than_the_model_is_noticed():
-    encoder = PromptEncoder(make_tokenizer(), vocab_size=20)
+    encoder = PromptEncoder(make_tokenizer(), ChunkCacheConfig(), vocab_size=20)
     with pytest.raises(InvalidTokenId, match="from 0 to 19"):
         encoder.encode("some text")
 
@@ -245,12 +245,6 @@ def test_a_segment_that_can_never_fit_is_refused_at_once():
     assert len(encoder.encode(Prompt.from_tokens(chunks=[[1] * 20], question=[1] * 8)).chunks) == 5
     with pytest.raises(PromptTooLong, match="the question alone has 9 tokens, the model has 8 positions"):
         encoder.encode(Prompt.from_tokens(question=[1] * 9))
-
-
-def test_settings_of_their_own_agree_with_the_cache_configuration():
-    own, cache = PromptOptions(), ChunkCacheConfig()
-    for name in ("chunk_separator", "max_chunk_tokens", "max_prompt_chunks", "long_chunks"):
-        assert getattr(own, name) == getattr(cache, name)
 
 
 @given(

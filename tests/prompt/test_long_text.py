@@ -19,6 +19,7 @@ from support.server import loaded_reader
 from support.tokenizers import make_tokenizer
 
 from kvmosaic import container
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.container import limited_call
 from kvmosaic.errors import TooMuchWork
 from kvmosaic.prompt.encoder import PromptEncoder
@@ -122,7 +123,7 @@ def test_a_text_that_takes_too_much_time_is_given_up() -> None:
 def test_a_template_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(container, "_WATCH_SECONDS", 0.01)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    encoder = PromptEncoder(TOKENIZERS["reader"], vocab_size=len(TOKENIZERS["reader"]))
+    encoder = PromptEncoder(TOKENIZERS["reader"], ChunkCacheConfig(), vocab_size=len(TOKENIZERS["reader"]))
     question = [{"role": "user", "content": "When does the ferry go?"}]
     with pytest.raises(TooMuchWork, match=r"more than 0\.02 s of processor time; send less"):
         limited_call(0.02, lambda: encoder.encode_chat(question, chat_template=loops))

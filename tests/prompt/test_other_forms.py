@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tokenizers import CHATML, LLAMA2, make_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidMessages
 from kvmosaic.prompt.encoder import PromptEncoder
 from kvmosaic.prompt.segment import Prompt
@@ -19,7 +20,7 @@ FIRST_ONLY = (
 )
 TEMPLATES = {"no system": NO_SYSTEM + LLAMA2, "turns": LLAMA2, "first only": FIRST_ONLY + CHATML}
 ENCODERS = {
-    name: PromptEncoder(tokenizer, vocab_size=len(tokenizer))
+    name: PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer))
     for name, template in TEMPLATES.items()
     for tokenizer in [make_tokenizer(template=template)]
 }

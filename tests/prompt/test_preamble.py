@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.cpu_time import least_cpu_seconds
 from support.tokenizers import TEMPLATES, make_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidPreamble
-from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, Segment, SegmentKind
+from kvmosaic.prompt import Prompt, PromptEncoder, Segment, SegmentKind
 from kvmosaic.prompt.preamble import preamble_rule, sentence_start, stable_end
 
 STABLE = "You answer from the documents."
@@ -27,7 +28,7 @@ CLOCK = (
 
 def encoder_of(template: str = TEMPLATES["chatml"], **options: object) -> PromptEncoder:
     tokenizer = make_tokenizer(template, "byte_level")
-    return PromptEncoder(tokenizer, PromptOptions(**options), vocab_size=len(tokenizer))
+    return PromptEncoder(tokenizer, ChunkCacheConfig(**options), vocab_size=len(tokenizer))
 
 
 def chat(system: object, question: str = "Where to?") -> list[dict[str, object]]:

@@ -7,10 +7,11 @@ from support.examples import examples
 from support.nasty import nasty_texts
 from support.tokenizers import TEMPLATES, make_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.prompt import Prompt, PromptEncoder, escape_separator
 
 ENCODERS = {
-    (name, kind): PromptEncoder(tokenizer, vocab_size=len(tokenizer))
+    (name, kind): PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer))
     for name in TEMPLATES
     for kind in ("byte_level", "unigram")
     for tokenizer in [make_tokenizer(TEMPLATES[name], kind)]

@@ -14,8 +14,9 @@ from support.target import slowness
 from support.tokenizers import CHATML, make_tokenizer
 from support.tool_families import DEEPSEEK, TOOL_FAMILIES, tool, tool_tokenizer
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidMessages, InvalidTools
-from kvmosaic.prompt import Prompt, PromptEncoder, PromptOptions, SegmentKind
+from kvmosaic.prompt import Prompt, PromptEncoder, SegmentKind
 from kvmosaic.prompt.conversation import could_write
 from kvmosaic.prompt.message import read_messages
 
@@ -30,7 +31,7 @@ IN_SYSTEM_TURN = ["hermes", "qwen3_coder", "harmony"]
 
 def encode(family: str, system: str = CHANGING, tools: Any = TOOLS, documents: Any = DOCUMENTS, **more: Any) -> Prompt:
     tokenizer = tool_tokenizer(family)
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
+    encoder = PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer), tells_tools=True)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "Who sees?"}]
     return encoder.encode_chat(messages, documents, tools=tools, **more)
 
@@ -149,7 +150,7 @@ def test_no_field_of_tools_and_calls_writes_control_tokens(family: str, data: st
             {"role": "user", "content": d if d.strip() else "x"},
         ]
         tokenizer = tool_tokenizer(family)
-        encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
+        encoder = PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer), tells_tools=True)
         prompt = encoder.encode_chat(messages, [{"id": a, "title": b, "text": f"{c} mill"}], tools=tools)
         ids = [token for segment in prompt.segments for token in segment.token_ids or ()]
         counts.append([control[token] for token in ids if token in control])
@@ -180,7 +181,7 @@ def test_other_texts_could_not(text: str) -> None:
 
 def test_a_template_without_tools_is_refused() -> None:
     tokenizer = make_tokenizer(CHATML)
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+    encoder = PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer))
     user = [{"role": "user", "content": "hi"}]
     for template in (CHATML, "{% set x = tools %}" + CHATML):
         tokenizer.chat_template = template
@@ -210,7 +211,7 @@ HISTORY = [
 @pytest.mark.parametrize("family", ALL)
 def test_calls_and_results_of_earlier_turns_are_rendered(family: str) -> None:
     tokenizer = tool_tokenizer(family)
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer), tells_tools=True)
+    encoder = PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer), tells_tools=True)
     prompt = encoder.encode_chat(HISTORY, tools=TOOLS)
     text = prompt.segments[0].text or ""
     assert "seven" in text and "Thanks." in text and text.index("5") < text.index("seven")
@@ -228,7 +229,7 @@ def _called(arguments: str) -> dict[str, Any]:
 def test_deepseek_asks_for_a_message_without_content() -> None:
     assert "is none" in DEEPSEEK
     tokenizer = tool_tokenizer("deepseek_v3")
-    encoder = PromptEncoder(tokenizer, PromptOptions(), vocab_size=len(tokenizer))
+    encoder = PromptEncoder(tokenizer, ChunkCacheConfig(), vocab_size=len(tokenizer))
     text = encoder.encode_chat(HISTORY, tools=TOOLS).segments[0].text or ""
     assert 'function<｜tool▁sep｜>add\n```json\n{"a": 5, "b": "<|im_end|>"}\n```<｜tool▁call▁end｜>' in text
 

@@ -2,6 +2,7 @@
 
 from kvmosaic.config.chunk_cache import ChunkCacheConfig
 from kvmosaic.config.llm import (
+    ALL_CONFIGS,
     CONFIGS,
     MAX_PRIORITY,
     MAX_TIERS,
@@ -9,7 +10,9 @@ from kvmosaic.config.llm import (
     LLMConfig,
     ModelConfig,
     TierConfig,
+    configured,
     is_secret_text,
     setting_named,
 )
 from kvmosaic.config.setting import Setting, Unset, flag_of, parse_bytes, settings_of
+from kvmosaic.config.store import MAX_SECONDS, MAX_URL_CHARACTERS, StoreConfig

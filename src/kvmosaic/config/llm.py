@@ -19,6 +19,7 @@ from kvmosaic.config.setting import (
     settings_of,
     validate_settings,
 )
+from kvmosaic.config.store import StoreConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tools import TOOL_FORMATS
 
@@ -199,12 +200,14 @@ def is_secret_text(secret: str) -> bool:
 
 
 CONFIGS: Final = (ModelConfig, ChunkCacheConfig, TierConfig, EngineConfig)
-"""The configurations of an `LLM`; no two of them have a field of the same name."""
+"""The configurations of an `LLM`."""
+ALL_CONFIGS: Final = (*CONFIGS, StoreConfig)
+"""No two of them have a field of the same name."""
 
 
 def setting_named(name: str) -> Setting:
     """The setting with this name, of whichever configuration."""
-    return next(settings_of(config)[name] for config in CONFIGS if name in settings_of(config))
+    return next(settings_of(config)[name] for config in ALL_CONFIGS if name in settings_of(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ class LLMConfig:
             InvalidConfig: a value that cannot work.
         """
         return cls(
-            *(_configured(config, values) for config in (ModelConfig, ChunkCacheConfig, EngineConfig, TierConfig))
+            *(configured(config, values) for config in (ModelConfig, ChunkCacheConfig, EngineConfig, TierConfig))
         )
 
     def keywords(self) -> dict[str, Any]:
@@ -269,7 +272,8 @@ def with_settings(settings: Mapping[str, Any], *configs: Any) -> tuple[Any, ...]
     return tuple(replace(config, **each) if each else config for config, each in zip(configs, given, strict=True))
 
 
-def _configured(config: type, values: Mapping[str, Any]) -> Any:
+def configured(config: type, values: Mapping[str, Any]) -> Any:
+    """A configuration from the values that are its fields; see `LLMConfig.from_values`."""
     given = {}
     for name, about in settings_of(config).items():
         if name not in values or (values[name] is None and isinstance(about.default, Unset)):

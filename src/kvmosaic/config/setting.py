@@ -125,6 +125,21 @@ class Setting:
         text = re.sub(r"`([a-z_]+)`", lambda match: flag_of(match[1]), text)
         return f"{text} Default: {self.unset}." if self.unset else text
 
+    def parse(self, label: str, text: str) -> Any:
+        """Reads a text, such as that of the environment variable `label`.
+
+        Raises:
+            InvalidConfig: not one of the choices; or not a whole number, or out of its bounds.
+        """
+        if self.kind is not int:
+            self.validate(label, text)
+            return text
+        assert self.low is not None and self.high is not None
+        low = 0 if self.off else self.low
+        if not (text.isascii() and text.isdigit() and len(text) <= 18 and low <= int(text) <= self.high):
+            raise InvalidConfig(f"{label} is {text!r:.80}; give a whole number from {low} to {self.high}")
+        return int(text)
+
     def validate(self, name: str, value: Any) -> None:
         """Checks a value.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvmosaic.prompt.message import read_messages
     from kvmosaic.prompt.segment import DocumentsOrder, Prompt, Segment, SegmentKind, seen_chunks
     from kvmosaic.prompt.separator import escape_separator
-    from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_length, check_token_ids
+    from kvmosaic.prompt.settings import PromptSettings, check_length, check_token_ids
     from kvmosaic.prompt.tokenizer import Tokenizer
 
 # Names are imported on first use: settings read limits of prompts, and the help of the commands needs no more.
@@ -22,7 +22,7 @@ _HOMES = {
     "message": ("read_messages",),
     "segment": ("DocumentsOrder", "Prompt", "Segment", "SegmentKind", "seen_chunks"),
     "separator": ("escape_separator",),
-    "settings": ("PromptOptions", "PromptSettings", "check_length", "check_token_ids"),
+    "settings": ("PromptSettings", "check_length", "check_token_ids"),
     "tokenizer": ("Tokenizer",),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

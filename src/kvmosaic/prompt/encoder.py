@@ -40,7 +40,7 @@ from kvmosaic.prompt.preamble import (
 )
 from kvmosaic.prompt.segment import Prompt, Segment, SegmentKind, document_segment, has_segments, numbered
 from kvmosaic.prompt.separator import check_unicode
-from kvmosaic.prompt.settings import PromptOptions, PromptSettings, check_token_ids
+from kvmosaic.prompt.settings import PromptSettings, check_token_ids
 from kvmosaic.prompt.splits import fit_chunks
 from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, merged, split_pieces, template
 from kvmosaic.prompt.tokenizer import Encoded, PieceTokenizer, Tokenizer
@@ -66,7 +66,7 @@ class PromptEncoder:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        settings: PromptSettings | None = None,
+        settings: PromptSettings,
         *,
         vocab_size: int,
         max_positions: int | None = None,
@@ -82,7 +82,7 @@ class PromptEncoder:
             tells_tools: whether the system text tells of tools where the chat template shows none.
         """
         self.tokenizer = tokenizer
-        self.settings = settings or PromptOptions()
+        self.settings = settings
         self.vocab_size = vocab_size
         self.max_positions = max_positions
         self._preamble = preamble_rule(self.settings.preamble)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvmosaic.errors import InvalidTokenId, PromptTooLong
-from kvmosaic.prompt.companions import BUNDLED
 
 
 class PromptSettings(Protocol):
@@ -48,21 +46,6 @@ class PromptSettings(Protocol):
     @property
     def companions(self) -> str | tuple[str, ...]:
         """Texts that documents see with chunk_context "companions"; see `kvmosaic.prompt.companions`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
-    """Standalone prompt settings, for use without a cache; the same defaults as `ChunkCacheConfig`."""
-
-    chunk_separator: str | None = None
-    max_chunk_tokens: int = 32_768
-    max_prompt_chunks: int = 4_096
-    long_chunks: Literal["error", "split", "sections"] = "split"
-    max_section_tokens: int = 1_024
-    preamble: str | int = "auto"
-    find_documents: str = "auto"
-    document_pattern: str | None = None
-    companions: str | tuple[str, ...] = BUNDLED
 
 
 class _Ends(Protocol):

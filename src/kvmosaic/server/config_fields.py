@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 from pydantic_settings import NoDecode
 
-from kvmosaic.config import CONFIGS, Setting, Unset, settings_of
+from kvmosaic.config import ALL_CONFIGS, Setting, Unset, settings_of
 from kvmosaic.errors import InvalidConfig
 
 VARIABLE_ONLY = "variable_only"
@@ -27,7 +27,7 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode]
 
 def config_fields() -> dict[str, tuple[Any, FieldInfo]]:
     """Returns the type and the field of every setting of the configurations, by name, for `create_model`."""
-    shared = ((name, each) for config in CONFIGS for name, each in settings_of(config).items())
+    shared = ((name, each) for config in ALL_CONFIGS for name, each in settings_of(config).items())
     return {name: (_annotation(each), _field(each)) for name, each in shared}
 
 

@@ -75,7 +75,7 @@ class Services:
         self.admission.max_queue = settings.max_queue
         self.admission.max_queue_per_tenant = settings.max_queue_per_tenant
         self.threads.configure(self.tenants, settings.request_cpu_seconds)
-        self.documents.default_ttl_seconds = round(settings.document_ttl) if settings.document_ttl else None
+        self.documents.default_ttl_seconds = settings.document_ttl or None
         self.documents.limits = _store_limits(settings)
         await self.engine.call(partial(_apply_tenants, tenants=tuple(self.tenants), gone=gone))
         return changed, unchanged

@@ -18,7 +18,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvmosaic.config import MAX_TIERS, LLMConfig, is_secret_text
+from kvmosaic.config import MAX_TIERS, MAX_URL_CHARACTERS, LLMConfig, is_secret_text
 from kvmosaic.errors import pip_install
 from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from kvmosaic.server.tenants import AccessKey
 
 ENV_PREFIX = "KVMOSAIC_"
-MAX_SECONDS = 366 * 86_400.0
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
-MAX_URL_CHARACTERS = 2_048
 EXAMPLE_ENDPOINT = "http://localhost:4318/v1/traces"
 _OTEL_MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -132,34 +130,6 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
     )
     config: Path | None = _setting(None, "Server", "A YAML file with any of these settings.")
 
-    documents_dir: str | None = _setting(
-        None,
-        "Documents",
-        "Folder of stored documents, which servers of one machine may share; none: in memory. Default: "
-        "kvmosaic/documents in the user's data folder.",
-        max_length=MAX_URL_CHARACTERS,
-    )
-    documents_url: SecretStr | None = Field(
-        None,
-        description="PostgreSQL database of stored documents, for servers of several machines: "
-        "postgresql://USER:PASSWORD@HOST/NAME.",
-        json_schema_extra={"panel": "Documents", VARIABLE_ONLY: True},
-        max_length=MAX_URL_CHARACTERS,
-    )
-    document_ttl: float | None = _setting(
-        None,
-        "Documents",
-        "Default TTL of stored documents in seconds. Default: unlimited.",
-        ge=0,
-        le=MAX_SECONDS,
-    )
-    document_version_seconds: float = _setting(
-        3_600.0,
-        "Documents",
-        "Seconds after its last use for which a replaced text can be read by its version; 0: none.",
-        ge=0,
-        le=MAX_SECONDS,
-    )
     warm_on_start: bool = _setting(
         False, "Documents", "Compute stored documents at the start, the newest first, until the cache is full."
     )
@@ -169,10 +139,6 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
         "System text of later requests, for --warm-on-start. Default: none.",
         max_length=2**20,
     )
-    max_documents: int = _setting(10_000, "Documents", "Maximum stored documents of one tenant.", ge=1, le=10**6)
-    max_documents_bytes: int = _setting(
-        2**28, "Documents", "Maximum bytes of stored texts of one tenant.", ge=1, le=2**40
-    )
 
     api_key: Secrets = _setting(
         (), "Access", "A key of this server; several may be given. Better set KVMOSAIC_API_KEY."
@@ -181,7 +147,6 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
 
     max_queue: int = _setting(256, "Limits", "Maximum of waiting requests; more get 429.", ge=0, le=10**6)
     max_queue_per_tenant: int = _setting(128, "Limits", "Maximum of waiting requests of one tenant.", ge=0, le=10**6)
-    max_body_bytes: int = _setting(2**24, "Limits", "Maximum bytes of a request body.", ge=1_024, le=2**30)
     request_cpu_seconds: float = _setting(
         30.0,
         "Limits",

@@ -71,9 +71,7 @@ class DocumentOptions:
         str | None,
         typer.Option(metavar="NAME", help="Which document is evicted first: priority (default), lru, lfu or gdsf."),
     ] = None
-    documents_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where stored documents are kept, for several servers.")
-    ] = None
+    documents_dir: Annotated[str | None, option("documents_dir")] = None
 
 
 @vllm.command(

@@ -19,6 +19,7 @@ from kvmosaic import LLM, ChunkCacheConfig, EngineConfig
 from kvmosaic.api.documents import DocumentFields
 from kvmosaic.api.errors import ApiError
 from kvmosaic.cache import DEFAULT_TENANT
+from kvmosaic.config import StoreConfig
 from kvmosaic.documents import DocumentDraft, DocumentStore
 from kvmosaic.model import LoadedModel
 from kvmosaic.prompt import Prompt
@@ -29,7 +30,6 @@ from kvmosaic.vllm.front.body_prompt import Renderer
 from kvmosaic.vllm.front.body_rewrite import may_have_documents, rewritten
 from kvmosaic.vllm.front.documents import open_documents
 from kvmosaic.vllm.front.served_model import ServedModel
-from kvmosaic.vllm.front.settings import FrontSettings
 
 TENANT = Tenant("t")
 
@@ -55,11 +55,11 @@ def renderer(
     long_chunks: str = "split",
     **fields: Any,
 ) -> Renderer:
-    tokenizer, store = make_tokenizer(template), open_documents(FrontSettings())
+    tokenizer, store = make_tokenizer(template), open_documents(StoreConfig(documents_dir="none"))
     model = ServedModel(tokenizer, len(tokenizer), 4096, **fields)
     store.create(DEFAULT_TENANT, DocumentDraft("A stored text, which is long enough.", "Its title"), "stored")
     settings = {"chunk_separator": separator, "find_documents": find_documents, "long_chunks": long_chunks}
-    return Renderer(model, FrontSettings(**settings), store)  # type: ignore[arg-type]
+    return Renderer(model, ChunkCacheConfig(**settings), store)  # type: ignore[arg-type]
 
 
 def rewrite(front: Renderer, route: Any, how: How | None = None, **body: Any) -> dict[str, Any] | None:
@@ -460,13 +460,13 @@ def test_an_older_vllm_that_sorts_out_thoughts_composes_completions_only() -> No
 
 
 def test_only_bodies_that_may_have_documents_are_read() -> None:
-    assert not may_have_documents(b'{"messages": [{"content": "a ## b"}]}', FrontSettings())
-    assert may_have_documents(b'{"messages": [{"content": "a ## b"}]}', FrontSettings(chunk_separator="##"))
-    assert may_have_documents(json.dumps({"prompt": 'a "—" b'}).encode(), FrontSettings(chunk_separator='"—"'))
-    assert may_have_documents(b'{"d\\u006fcuments": ["x"]}', FrontSettings())
-    assert may_have_documents(b'{"documents": ["x"]}', FrontSettings())
-    assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), FrontSettings())
-    assert may_have_documents(b'{"cache_control": {}}', FrontSettings())
+    assert not may_have_documents(b'{"messages": [{"content": "a ## b"}]}', ChunkCacheConfig())
+    assert may_have_documents(b'{"messages": [{"content": "a ## b"}]}', ChunkCacheConfig(chunk_separator="##"))
+    assert may_have_documents(json.dumps({"prompt": 'a "—" b'}).encode(), ChunkCacheConfig(chunk_separator='"—"'))
+    assert may_have_documents(b'{"d\\u006fcuments": ["x"]}', ChunkCacheConfig())
+    assert may_have_documents(b'{"documents": ["x"]}', ChunkCacheConfig())
+    assert may_have_documents('{"documents": ["x"]}'.encode("utf-16"), ChunkCacheConfig())
+    assert may_have_documents(b'{"cache_control": {}}', ChunkCacheConfig())
 
 
 BORDERS = {"system": 2, "chunks": [3, 1]}
@@ -482,7 +482,7 @@ def own_borders(route: str, tokens: Any, borders: Any) -> bytes:
 @pytest.mark.parametrize("route", ["completion", "chat"])
 def test_borders_of_a_sender_are_checked_and_passed_on_as_they_are(route: Any) -> None:
     content = own_borders(route, [1, 15, 9, 33, 21, 8, 40, 5], BORDERS)
-    assert may_have_documents(content, FrontSettings())
+    assert may_have_documents(content, ChunkCacheConfig())
     ready = rewritten(content, route, lambda: renderer(CHATML), How())
     assert ready is not None and ready.content == content
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anyio
@@ -10,6 +11,7 @@ import pytest
 from support.asking import DOCUMENTS, MESSAGES
 from support.vllm.front import REPORT, App
 
+from kvmosaic.config import StoreConfig
 from kvmosaic.errors import InvalidConfig, InvalidSeparator
 from kvmosaic.vllm import ComposedDocuments
 from kvmosaic.vllm.front.settings import FrontSettings
@@ -122,7 +124,7 @@ def test_every_event_is_sent_at_once() -> None:
 
     async def check() -> None:
         outer = App()
-        front = ComposedDocuments(app, FrontSettings())
+        front = ComposedDocuments(app, FrontSettings.of())
         body = {"type": "http.request", "body": json.dumps(DOCUMENTED).encode()}
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "app": outer.app}
 
@@ -217,12 +219,20 @@ def test_the_environment_says_what_requests_leave_out() -> None:
         "KVMOSAIC_DOCUMENT_TTL": "0", "KVMOSAIC_MAX_DOCUMENTS": "3", "KVMOSAIC_UNRELATED": "x",
     }  # fmt: skip
     settings = FrontSettings.from_environment(said)
-    assert (settings.chunk_separator, settings.how.repair, settings.how.position_strategy) == ("@@", 8, "shared")
-    assert (settings.document_ttl, settings.max_documents) == (None, 3)
-    assert FrontSettings.from_environment({"KVMOSAIC_CHUNK_SEPARATOR": ""}).chunk_separator is None
-    assert FrontSettings(chunk_separator="").chunk_separator is None
-    for name, value in [("REPAIR", "8"), ("MAX_BODY_BYTES", "-1"), ("LONG_CHUNKS", "no"), ("CHUNK_SEPARATOR", " ")]:
-        with pytest.raises((InvalidConfig, InvalidSeparator)):
+    assert settings.prompts.chunk_separator == "@@"
+    assert (settings.how.repair, settings.how.position_strategy) == (8, "shared")
+    assert (settings.store.document_ttl, settings.store.max_documents) == (None, 3)
+    assert FrontSettings.from_environment({"KVMOSAIC_CHUNK_SEPARATOR": ""}).prompts.chunk_separator is None
+    assert FrontSettings.of(chunk_separator="").prompts.chunk_separator is None
+    assert FrontSettings.from_environment({}).store == StoreConfig(max_body_bytes=2**26)
+    for name, value, told in [
+        ("REPAIR", "8", "repair is '8'"),
+        ("MAX_BODY_BYTES", "-1", "KVMOSAIC_MAX_BODY_BYTES is '-1'; give a whole number from 1024 to 1073741824"),
+        ("MAX_DOCUMENTS", "9" * 19, "KVMOSAIC_MAX_DOCUMENTS is '999"),
+        ("LONG_CHUNKS", "no", "KVMOSAIC_LONG_CHUNKS is 'no'; choose 'error' or"),
+        ("CHUNK_SEPARATOR", " ", "separator"),
+    ]:
+        with pytest.raises((InvalidConfig, InvalidSeparator), match=re.escape(told)):
             FrontSettings.from_environment({f"KVMOSAIC_{name}": value})
 
 

@@ -13,6 +13,7 @@ from support.asking import DOCUMENTS, MESSAGES
 from support.tokenizers import CHATML, make_tokenizer
 
 from kvmosaic import Prompt
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, InvalidDocument, InvalidPrompt
 from kvmosaic.prompt import PromptEncoder
 from kvmosaic.vllm import chat, engine_arguments, generate
@@ -90,7 +91,7 @@ def test_prompts_of_every_kind_get_their_borders(engine: Engine) -> None:
         separator="##",
         use_tqdm=False,
     )
-    encoder = PromptEncoder(engine.tokenizer, vocab_size=len(engine.tokenizer))
+    encoder = PromptEncoder(engine.tokenizer, ChunkCacheConfig(), vocab_size=len(engine.tokenizer))
     expected = encoder.encode(Prompt.from_text(TEXT))
     assert text[0] == {"prompt_token_ids": [token for each in expected.segments for token in each.token_ids or ()]}
     assert composition_of(text) == Composition(
@@ -122,7 +123,7 @@ def test_the_callers_sampling_parameters_are_not_changed(engine: Engine) -> None
 
 
 def test_conversations_have_the_tokens_of_the_template(engine: Engine) -> None:
-    encoder = PromptEncoder(engine.tokenizer, vocab_size=len(engine.tokenizer))
+    encoder = PromptEncoder(engine.tokenizer, ChunkCacheConfig(), vocab_size=len(engine.tokenizer))
     expected = encoder.encode_chat(MESSAGES, DOCUMENTS)
     token_ids = [token for segment in expected.segments for token in segment.token_ids or ()]
     [(prompt, _), _] = chat(engine, MESSAGES, documents=DOCUMENTS)

@@ -81,7 +81,7 @@ def test_blocks_in_a_batch_of_conversations_are_refused() -> None:
 def test_forms_with_documents_are_refused_and_others_pass_whatever_their_size(name: str) -> None:
     path = "/v1/audio/transcriptions"
     app = App(paths=[path])
-    client = app.client(max_body_bytes=1000)
+    client = app.client(max_body_bytes=1_024)
     sound = {"file": ("documents", b"documents" * 1000)}
     reply = client.post(path, data={"model": "m", name: "x"}, files=sound)
     assert reply.status_code == 400 and path in reply.json()["error"]["message"] and not app.bodies

@@ -12,6 +12,7 @@ import pytest
 
 from kvmosaic.api.documents import NewDocument
 from kvmosaic.api.errors import ApiError, read_body
+from kvmosaic.config import StoreConfig
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument
 from kvmosaic.errors import (
     DocumentChanged,
@@ -25,13 +26,13 @@ from kvmosaic.errors import (
 from kvmosaic.prompt import Document
 from kvmosaic.vllm.front.documents import open_documents
 from kvmosaic.vllm.front.pool_updates import api_error
-from kvmosaic.vllm.front.settings import TENANT, FrontSettings
+from kvmosaic.vllm.front.settings import TENANT
 
 
 class Documents:
     """The stored documents of the plugin."""
 
-    def __init__(self, settings: FrontSettings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, settings: StoreConfig, clock: Callable[[], float] = time.time) -> None:
         self.store = open_documents(settings, clock)
 
     def create(self, draft: DocumentDraft, name: str | None = None) -> StoredDocument:
@@ -70,7 +71,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
     def made(**limits: Any) -> Documents:
         folder = "none" if request.param == "memory" else str(tmp_path / "docs")
-        handles = Documents(FrontSettings(documents_dir=folder, **limits), clock)
+        handles = Documents(StoreConfig(documents_dir=folder, **limits), clock)
         handles.test_clock = clock  # type: ignore[attr-defined]
         return handles
 
@@ -186,7 +187,7 @@ def test_a_document_that_cannot_be_stored_says_why(fields: dict[str, Any]) -> No
 
 
 def test_servers_that_share_a_folder_see_the_same(tmp_path: Path) -> None:
-    one, other = (Documents(FrontSettings(documents_dir=str(tmp_path / "docs"))) for _ in range(2))
+    one, other = (Documents(StoreConfig(documents_dir=str(tmp_path / "docs"))) for _ in range(2))
     one.put("a", draft())
     assert other.get("a").version == 1
     other.put("a", draft("new"))
@@ -196,7 +197,7 @@ def test_servers_that_share_a_folder_see_the_same(tmp_path: Path) -> None:
 
 
 def test_writers_at_once_leave_whole_documents_and_all_versions(tmp_path: Path) -> None:
-    servers = [Documents(FrontSettings(documents_dir=str(tmp_path / "docs"))) for _ in range(4)]
+    servers = [Documents(StoreConfig(documents_dir=str(tmp_path / "docs"))) for _ in range(4)]
 
     def write(handles: Documents, letter: str) -> None:
         for _ in range(10):
@@ -217,4 +218,4 @@ def test_writers_at_once_leave_whole_documents_and_all_versions(tmp_path: Path) 
 def test_a_place_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidConfig, match="KVMOSAIC_DOCUMENTS_DIR"):
-        Documents(FrontSettings(documents_dir=str(tmp_path / "file")))
+        Documents(StoreConfig(documents_dir=str(tmp_path / "file")))

@@ -111,7 +111,7 @@ def test_a_long_document_is_divided_into_sections(app: App) -> None:
 
 
 def test_limits_of_bodies_have_their_message(app: App) -> None:
-    client = app.client(max_body_bytes=1_000, max_documents_bytes=3_000)
+    client = app.client(max_body_bytes=1_024, max_documents_bytes=3_000)
     lines = lines_of({"id": "a", "text": "x" * 1_100}, {"id": "b", "text": "x"})
     data = client.post(BATCH, content=lines, headers=JSONL).json()["data"]
     assert [each["status"] for each in data] == ["refused", "stored"]
@@ -152,7 +152,7 @@ class Exchange:
 
 @pytest.fixture
 def front(app: App) -> Any:
-    app.app.add_middleware(ComposedDocuments, settings=FrontSettings())
+    app.app.add_middleware(ComposedDocuments, settings=FrontSettings.of())
     return app.app
 
 

@@ -13,12 +13,12 @@ import pytest
 from support.asking import DOCUMENTS, MESSAGES
 
 from kvmosaic.api.errors import ApiError
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.documents import DocumentStore
 from kvmosaic.vllm.contract import How
 from kvmosaic.vllm.front.body_prompt import Renderer
 from kvmosaic.vllm.front.body_rewrite import rewritten
 from kvmosaic.vllm.front.served_model import ServedModel, find_model, template_tools
-from kvmosaic.vllm.front.settings import FrontSettings
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -31,7 +31,7 @@ def tokenizer(vllm_model: Callable[[str], Path]) -> Any:
 
 
 def body_of(tokenizer: Any, route: Any, **body: Any) -> dict[str, Any]:
-    front = Renderer(ServedModel(tokenizer, len(tokenizer), 4096), FrontSettings(), DocumentStore())
+    front = Renderer(ServedModel(tokenizer, len(tokenizer), 4096), ChunkCacheConfig(), DocumentStore())
     found = rewritten(json.dumps(body).encode(), route, lambda: front, How())
     assert found is not None
     read: dict[str, Any] = json.loads(found.content)
@@ -91,7 +91,7 @@ def test_variables_are_what_vllm_itself_would_set(tokenizer: Any, effort: Any, g
     theirs = {name: params.chat_template_kwargs.get(name) for name in ("reasoning_effort", "enable_thinking")}
     shown = " ".join("" if value is None else str(value) for value in theirs.values())
     model = ServedModel(showing, len(showing), 4096, template_variables=defaults)
-    front = Renderer(model, FrontSettings(), DocumentStore())
+    front = Renderer(model, ChunkCacheConfig(), DocumentStore())
     prompt = front.chat({**asked, "documents": DOCUMENTS})
     assert prompt is not None
     token_ids = [token for segment in prompt.segments for token in segment.token_ids]

@@ -70,7 +70,7 @@ def paths(app: FastAPI) -> list[str]:
 def ask(app: FastAPI, path: str, body: dict[str, Any]) -> tuple[int, str] | None:
     """Status and text of the reply; None: the route does not read a body."""
     inner = CountingApp(app)
-    client = TestClient(ComposedDocuments(inner, FrontSettings()), raise_server_exceptions=False)
+    client = TestClient(ComposedDocuments(inner, FrontSettings.of()), raise_server_exceptions=False)
     if path in FORMS:
         form = {name: value for name, value in body.items() if isinstance(value, str)}
         reply = client.post(path, data={"documents": ["x"], **form}, files={"file": b"RIFF" * 9000})

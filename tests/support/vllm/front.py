@@ -76,7 +76,7 @@ class App:
 
     def client(self, **settings: Any) -> TestClient:
         """Somebody who has the key, in front of the middleware."""
-        self.app.add_middleware(ComposedDocuments, settings=FrontSettings(**settings))
+        self.app.add_middleware(ComposedDocuments, settings=FrontSettings.of(**settings))
         return TestClient(self.app, headers=KEY)
 
     @property

@@ -14,7 +14,7 @@ from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages, InvalidPrompt, KVMosaicError
-from kvmosaic.prompt import Document, Prompt, PromptEncoder, read_messages
+from kvmosaic.prompt import Document, Prompt, PromptEncoder, PromptSettings, read_messages
 from kvmosaic.prompt.chat_request import check_variables, separated_prompt, take_marked, take_separated
 from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.found_documents import DocumentFinder
@@ -23,7 +23,7 @@ from kvmosaic.repair import NameFinder
 from kvmosaic.vllm.contract import FIELD, Composition
 from kvmosaic.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.vllm.front.served_model import ServedModel
-from kvmosaic.vllm.front.settings import TENANT, FrontSettings
+from kvmosaic.vllm.front.settings import TENANT
 
 Body = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ class _Fields(DocumentFields):
 class Renderer:
     """Renders the prompts of one served model; None is a prompt without documents, which vLLM renders itself."""
 
-    def __init__(self, model: ServedModel, settings: FrontSettings, store: DocumentStore) -> None:
+    def __init__(self, model: ServedModel, settings: PromptSettings, store: DocumentStore) -> None:
         self.model = model
         self.encoder = model.encoder(settings)
         self.names = NameFinder(model.tokenizer)

@@ -13,13 +13,12 @@ from kvmosaic.api.errors import ApiError
 from kvmosaic.api.json_limits import mended
 from kvmosaic.errors import InvalidPrompt, KVMosaicError
 from kvmosaic.layout import context_with
-from kvmosaic.prompt import Prompt
+from kvmosaic.prompt import Prompt, PromptSettings
 from kvmosaic.prompt.patterns import HINTS, MARK_HINT, ONLY_AUTO, read_find_documents
 from kvmosaic.prompt.preamble import MARKS
 from kvmosaic.vllm.contract import FIELD, FIELDS, OF_STORED, Composition, How, composed
 from kvmosaic.vllm.front.body_prompt import Renderer
 from kvmosaic.vllm.front.pool_updates import api_error
-from kvmosaic.vllm.front.settings import FrontSettings
 
 Route = Literal["chat", "completion", "response"]
 COMPLETIONS = "/v1/completions"
@@ -68,7 +67,7 @@ class Rewritten:
     """Whether a conversation is sent to /v1/completions, since this vLLM takes token ids only there."""
 
 
-def may_have_documents(content: bytes, settings: FrontSettings) -> bool:
+def may_have_documents(content: bytes, settings: PromptSettings) -> bool:
     """Whether a body may have documents; True is always safe, since escapes or UTF-16 could hide anything."""
     separator = settings.chunk_separator
     names = read_find_documents(settings.find_documents)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvmosaic.api.errors import RETRY_SECONDS, ApiError
 from kvmosaic.api.served_documents import ServedDocuments, check_length, most_chunk_tokens
 from kvmosaic.api.warming import WarmedDocument, WarmJob
+from kvmosaic.config import StoreConfig
 from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, StoreLimits, document_place
 from kvmosaic.errors import KVMosaicError, PromptTooLong
 from kvmosaic.extraction import FileText, extract_text
@@ -22,7 +23,7 @@ from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document
 from kvmosaic.vllm.contract import FIELD, Composition, EncodedRequest, composed
 from kvmosaic.vllm.front.pool_updates import PoolUpdates, api_error, ask
-from kvmosaic.vllm.front.settings import TENANT, FrontSettings
+from kvmosaic.vllm.front.settings import TENANT
 from kvmosaic.web import documents, files
 from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies, as_api_error
 from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
@@ -35,7 +36,7 @@ _OUTER = "kvmosaic.outer"
 """Key in an ASGI scope of the scope in vLLM's own app."""
 
 
-def open_documents(settings: FrontSettings, clock: Callable[[], float] | None = None) -> DocumentStore:
+def open_documents(settings: StoreConfig, clock: Callable[[], float] | None = None) -> DocumentStore:
     """Opens the stored documents, which are those of our own server if the place is the same.
 
     Raises:
@@ -89,7 +90,7 @@ class DocumentRoutes:
 
 def document_app(front: ComposedDocuments) -> FastAPI:
     """Builds the app of these routes; the scope of a request has that of vLLM's own app in it."""
-    settings = front.settings
+    settings = front.settings.store
     app = FastAPI(openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY)
     app.state.serve_documents = lambda request: FrontDocuments(front, request.scope[_OUTER])
     add_error_replies(app)
@@ -132,7 +133,7 @@ class FrontDocuments(ServedDocuments):
     num_warmed_at_once = 4
 
     def __init__(self, front: ComposedDocuments, scope: Scope) -> None:
-        super().__init__(front.documents, TENANT, front.settings.max_body_bytes, "KVMOSAIC_MAX_BODY_BYTES")
+        super().__init__(front.documents, TENANT, front.settings.store.max_body_bytes, "KVMOSAIC_MAX_BODY_BYTES")
         self._front = front
         self._scope = scope
         self._updates = PoolUpdates(front, scope)

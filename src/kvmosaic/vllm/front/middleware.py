@@ -62,7 +62,7 @@ class ComposedDocuments:
         """
         self.app = app
         self.settings = settings or FrontSettings.from_environment(os.environ)
-        self.documents = open_documents(self.settings)
+        self.documents = open_documents(self.settings.store)
         self._routes = DocumentRoutes(self)
         self._renderer: Renderer | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvmosaic-front")
@@ -96,7 +96,7 @@ class ComposedDocuments:
         """
         if self._renderer is None:
             model = find_model(scope["app"].state)
-            self._renderer = Renderer(model, self.settings, self.documents)
+            self._renderer = Renderer(model, self.settings.prompts, self.documents)
             shelve_reports(scope["app"].state)
         return self._renderer
 
@@ -154,13 +154,13 @@ class _Exchange:
             return await self._receive()
         self._is_read = True
         try:
-            content = await whole_body(self._receive, self._front.settings.max_body_bytes, _SEND_LESS)
+            content = await whole_body(self._receive, self._front.settings.store.max_body_bytes, _SEND_LESS)
             if content is None:
                 return {"type": "http.disconnect"}
             route = ROUTES.get(self._path)
             if route is None:
                 await self._front.in_thread(check_no_documents, content, self._path)
-            elif may_have_documents(content, self._front.settings):
+            elif may_have_documents(content, self._front.settings.prompts):
                 self._asked = await self._front.rewritten(content, route, self._scope)
         except ApiError as refusal:
             self._refusal = refusal

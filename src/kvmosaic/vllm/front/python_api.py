@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.layout import ChunkContext, context_with
-from kvmosaic.prompt import Prompt, PromptOptions
+from kvmosaic.prompt import Prompt
 from kvmosaic.repair import NameFinder
 from kvmosaic.vllm.contract import EncodedRequest, How, ModelFacts, composed
 from kvmosaic.vllm.front.served_model import ServedModel
@@ -69,7 +70,7 @@ def generate(
         InvalidConfig: a choice that vLLM does not support.
     """
     how = _how(position_strategy, context_with(companions, chunk_context), repair)
-    options_of = PromptOptions(chunk_separator=separator, preamble=preamble)
+    options_of = ChunkCacheConfig(chunk_separator=separator, preamble=preamble)
     encoder = _model_of(llm).encoder(options_of).beside(companions)
     listed = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     if len(listed) > MAX_PROMPTS:
@@ -118,7 +119,7 @@ def chat(
         InvalidPrompt, InvalidConfig: as for `generate`.
     """
     how, model = _how(position_strategy, context_with(companions, chunk_context), repair), _model_of(llm)
-    encoder = model.encoder(PromptOptions(preamble=preamble)).beside(companions)
+    encoder = model.encoder(ChunkCacheConfig(preamble=preamble)).beside(companions)
     _, rendering = model.rendering(chat_template, tools)
     variables = {**(chat_template_kwargs or {}), **rendering}
     conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
