@@ -37,8 +37,13 @@ class RotationTables:
     cos: Float[Tensor, "R 1 D"]
     sin: Float[Tensor, "R 1 D"]
     permutation: Int[Tensor, " D"]
-    rotation: Rotation
+    rotation: Rotation | None
+    """What they are of; None: known by its permutation only."""
     is_identity: bool = False
+
+    def partners(self, x: Float[Tensor, "*rows D"]) -> Float[Tensor, "*rows D"]:
+        """`x[..., permutation]`."""
+        return x[..., self.permutation] if self.rotation is None else self.rotation.partners(x)
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ def rotate(x: Float[Tensor, "R H D"], tables: RotationTables) -> Float[Tensor, "
     if tables.is_identity:
         return x
     turned = x * tables.cos
-    return turned.addcmul_(tables.rotation.partners(x).to(turned.dtype), tables.sin)
+    return turned.addcmul_(tables.partners(x).to(turned.dtype), tables.sin)
 
 
 _Key = tuple[Rotation, tuple[int, ...], torch.dtype, torch.device]

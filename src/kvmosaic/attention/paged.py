@@ -172,7 +172,7 @@ class PagedPlan:
             sinks=sinks,
             module=nn.Identity(),
         )
-        return StepAttention([layer], {"request": slots}, (), (), self._backend, prepared=self._reads)(call)
+        return StepAttention([layer], {"request": slots}, (), (), self._backend, prepared=self._reads).attend(call)
 
 
 @dataclass(frozen=True, slots=True)

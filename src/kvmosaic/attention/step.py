@@ -196,16 +196,16 @@ class StepAttention:
         self._biases: dict[tuple[MaskSpec, DistanceBias], list[tuple[Tensor, Tensor]]] = {}
         self._by_group: dict[MaskSpec, dict[range, list[tuple[int, int]]]] = {}
 
-    def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
-        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]; for an indexer, a `Choice`."""
-        index = call.layer_index
+    def __call__(self, call: AttentionCall) -> Float[Tensor, "T H Dv"] | Choice:
+        """Stores the keys and values of one layer, and attends; or chooses the keys that its attention will read."""
         self.num_calls += 1
         self._write(call)
-        layer = self._layers[index]
-        plan = self._plan(layer.mask, call.query.device)
-        tables = self._turning_tables(layer, plan, call.query) if plan.is_moved and layer.rotation is not None else None
-        if call.num_chosen:
-            return self._choose(call, layer, plan, tables)  # type: ignore[return-value]
+        return self.choose(call) if call.num_chosen else self.attend(call)
+
+    def attend(self, call: AttentionCall) -> Float[Tensor, "T H Dv"]:
+        """Attention of one layer: queries [T, H, D] to outputs [T, H, Dv]."""
+        index, layer = call.layer_index, self._layers[call.layer_index]
+        plan, tables = self._reads(call, layer)
         result = None
         reads_all = call.chosen is None or not call.chosen.masks
         if self._layer_backend is not None and layer.bias is None and reads_all:
@@ -220,14 +220,22 @@ class StepAttention:
             output = apply_sinks(output, lse, call.sinks)
         return output
 
+    def _reads(self, call: AttentionCall, layer: LayerSpec) -> tuple[ReadPlan, RotationTables | None]:
+        """What the rows read, and how their queries turn for that."""
+        plan = self._plan(layer.mask, call.query.device)
+        is_turned = plan.is_moved and layer.rotation is not None
+        return plan, self._turning_tables(layer, plan, call.query) if is_turned else None
+
     def _write(self, call: AttentionCall) -> None:
         for write in self._writes:
             storage = self._storages[write.pool]
             assert isinstance(storage, BlockStorage), "only blocks that are owned are written"
             storage.write(call.layer_index, write.slots, call.key[write.rows], call.value[write.rows])
 
-    def _choose(self, call: AttentionCall, layer: LayerSpec, plan: ReadPlan, tables: RotationTables | None) -> Choice:
-        """The keys that the next attention reads."""
+    def choose(self, call: AttentionCall) -> Choice:
+        """The keys with the best scores of an indexer, which the next attention reads."""
+        layer = self._layers[call.layer_index]
+        plan, tables = self._reads(call, layer)
         groups = self._by_group.get(layer.mask) or self._by_group.setdefault(layer.mask, plan.by_group())
         counts = [sum(plan.calls[number].num_tokens for number, _ in parts) for parts in groups.values()]
         if max(counts) <= call.num_chosen:

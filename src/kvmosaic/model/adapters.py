@@ -62,7 +62,8 @@ class AttentionAdapter:
         call = AttentionCall(
             self.layer_index, query, key, value, scaling, None, None, self.module, mask=None, window=window
         )
-        return receiver(call).to(value.dtype).unsqueeze(0)
+        output: Tensor = receiver(call)
+        return output.to(value.dtype).unsqueeze(0)
 
 
 class _Bloom(AttentionAdapter):

@@ -28,8 +28,8 @@ _HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """Tensors that models pass to every attention function, for kernels that rotate or pack by themselves."""
 
 
-Receiver = Callable[[AttentionCall], Tensor]
-"""Takes a call, returns [T, H, Dv]."""
+Receiver = Callable[[AttentionCall], Any]
+"""Takes a call, returns [T, H, Dv]; for an indexer, the keys that it chooses, in a form of its own."""
 
 _current_receiver: ContextVar[Receiver | None] = ContextVar("kvmosaic_receiver", default=None)
 
@@ -143,7 +143,7 @@ def call_of(
 
 def answer_of(call: AttentionCall, receiver: Receiver) -> Tensor:
     """[1, T, H, Dv], as transformers expects it: the receiver's result, expanded if it is a latent."""
-    out = receiver(call)
+    out: Tensor = receiver(call)
     latent = call.latent
     if latent is not None:
         out = latent.expand(out)

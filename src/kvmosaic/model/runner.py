@@ -20,6 +20,7 @@ from kvmosaic.attention import (
     TorchBackend,
     Write,
 )
+from kvmosaic.attention.step import Choice
 from kvmosaic.cache import BlockCopy
 from kvmosaic.cache.block_table import SavedState
 from kvmosaic.errors import ModelError
@@ -234,7 +235,7 @@ class _StopAt:
         self._layer_index = layer_index
         self.key: Tensor | None = None
 
-    def __call__(self, call: AttentionCall) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor | Choice:
         """Computes attention of the layers before; at the layer itself, keeps the keys and ends the forward."""
         if call.layer_index == self._layer_index:
             self.key = call.key

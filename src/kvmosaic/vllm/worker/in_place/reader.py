@@ -335,7 +335,7 @@ def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> Rotat
     both = one.clone(), other.clone()
     one.copy_(both[1])
     other.copy_(both[0])
-    return RotationTables(cos, sin, partners, rotation=None)  # type: ignore[arg-type]
+    return RotationTables(cos, sin, partners, rotation=None)
 
 
 def attention_backend() -> AttentionBackend:
