@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvmosaic.cache import KVCache
 from kvmosaic.config import ChunkCacheConfig
@@ -132,6 +131,15 @@ class PlacedPrompt:
     """On its documents, for the report."""
 
 
+class _Said(NamedTuple):
+    """What a request says of its placement; None: as configured."""
+
+    repair: str | RepairPolicy | None
+    strategy: str | None
+    context: ChunkContext | None
+    window: RollingWindow | None
+
+
 class Placer:
     """Places prompts for one model, by the settings or as a request overrides them."""
 
@@ -189,59 +197,54 @@ class Placer:
             InvalidPrompt, InvalidRepair, InvalidSampling, NotMovable: see `arrange`, and `repair_of`. Not where all
                 documents were found in text: then they are text.
         """
-        how: dict[str, Any] = {"repair": repair, "strategy": strategy, "context": context, "window": window}
+        said = _Said(repair, strategy, context, window)
         try:
-            return self._place(prompt, **how)
+            return self._place(prompt, said)
         except KVMosaicError as error:
             if not prompt.is_found:
                 raise
-            ordinary = self._place(prompt.joined(), **how)
+            ordinary = self._place(prompt.joined(), said)
             return replace(ordinary, remark=f"documents in its text could not be composed: {error}")
 
-    def _place(
-        self,
-        prompt: Prompt,
-        repair: str | RepairPolicy | None,
-        strategy: str | None,
-        context: ChunkContext | None,
-        window: RollingWindow | None,
-    ) -> PlacedPrompt:
+    def _place(self, prompt: Prompt, said: _Said) -> PlacedPrompt:
+        """Positions, then repair, then the order of documents, and what runs first of all this."""
         begin = self._clock()
-        policy = self.repair if repair is None else repair_policy(repair)
-        if prompt.is_plain:
-            policy = NoRepair()  # nothing to repair
-        layout = self.arrange(prompt, strategy, context, None if isinstance(policy, FullRepair) else window)
-        has_window, first = window is not None, self._kv_cache.repaired_tokens
+        is_default = said.repair is None and self._has_default
+        policy = NoRepair() if prompt.is_plain else self.repair if said.repair is None else repair_policy(said.repair)
+        window = None if isinstance(policy, FullRepair) else said.window
+        layout = self.arrange(prompt, said.strategy, said.context, window)
         likeness = likeness_of(layout.chunk_token_ids, layout.companions)
         if likeness and _is_exact(layout):
             likeness = ""
-        is_default = repair is None and self._has_default
         if is_default:
-            lengths = [len(ids) for ids in layout.chunk_token_ids]
-            is_open = context is None and not likeness
-            is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
-            wishes = self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window)
-            why_not = partial(why_not_repaired, layout=layout, model=self._model, has_window=has_window, first=first)
-            policy = next((each for each in wishes if not why_not(each)), NoRepair())
-        remarks = [MIXED_UP] if likeness == "apart" else []
-        if likeness and isinstance(policy, Alike):
-            remarks = [LATER_IN_FULL]
+            policy = self._default_repair(prompt, layout, likeness, said)
+        remarks = _remarks_on(prompt, likeness, policy, is_default=is_default)
         if not isinstance(policy, FullRepair) and (ordered := self._ordered(prompt, layout)) != prompt:
-            prompt, layout = ordered, self.arrange(ordered, strategy, context, window)
+            prompt, layout = ordered, self.arrange(ordered, said.strategy, said.context, said.window)
             remarks.append(CHOSEN_ORDER)
-        planned = repair_of(policy, layout, self._model, self._names, has_window=has_window, first=first)
-        if planned is not None:
-            if not planned.is_full:
-                layout = planned.first_layout()
-            else:  # asked for, full attention is the base model's
-                whole = self.arrange(prompt.joined(), window=window)
-                layout = replace(whole, adapter=layout.adapter) if is_default else whole
-        is_auto = self._model.is_movable and (strategy or self._config.position_strategy) == AUTO
-        if isinstance(policy, FullRepair):
-            why = f"{IN_FULL} ({_alike_ones(prompt.chunks)})" if is_default and likeness else SHORT_IN_FULL
-            remarks = [why] if is_default else []
+        first = self._kv_cache.repaired_tokens
+        planned = repair_of(policy, layout, self._model, self._names, has_window=said.window is not None, first=first)
+        if planned is not None and planned.is_full:
+            whole = self.arrange(prompt.joined(), window=said.window)  # asked for, full attention is the base model's
+            layout = replace(whole, adapter=layout.adapter) if is_default else whole
+        elif planned is not None:
+            layout = planned.first_layout()
+        is_auto = self._model.is_movable and (said.strategy or self._config.position_strategy) == AUTO
         period = Period(begin, self._clock())
-        return PlacedPrompt(prompt, layout, window, planned, period, self.max_positions, is_auto, ", ".join(remarks))
+        return PlacedPrompt(
+            prompt, layout, said.window, planned, period, self.max_positions, is_auto, ", ".join(remarks)
+        )
+
+    def _default_repair(self, prompt: Prompt, layout: Layout, likeness: Likeness, said: _Said) -> RepairPolicy:
+        """The best policy for right answers that suits the prompt; short documents cost little to read."""
+        lengths = [len(ids) for ids in layout.chunk_token_ids]
+        is_open = said.context is None and not likeness
+        is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
+        has_window, first = said.window is not None, self._kv_cache.repaired_tokens
+        for each in self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window):
+            if not why_not_repaired(each, layout=layout, model=self._model, has_window=has_window, first=first):
+                return each
+        return NoRepair()
 
     def reads_in_full(self, lengths: Sequence[int], context: ChunkContext | None = None) -> bool:
         """Whether documents of so many tokens are read in full by default, but by models made to read them apart."""
@@ -257,7 +260,7 @@ class Placer:
     def _wishes(
         self, prompt: Prompt, layout: Layout, likeness: Likeness, *, is_short: bool, has_window: bool
     ) -> Iterator[RepairPolicy]:
-        """Default policies, the best one for right answers first; short documents cost little to read."""
+        """Default policies, the best one for right answers first."""
         is_free = not has_window and not layout.rules.takes_offsets
         in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
@@ -316,6 +319,15 @@ class Placer:
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout
+
+
+def _remarks_on(prompt: Prompt, likeness: Likeness, policy: RepairPolicy, *, is_default: bool) -> list[str]:
+    """What the report says of documents that are alike, or were read in full without being asked for."""
+    if isinstance(policy, FullRepair):
+        return [f"{IN_FULL} ({_alike_ones(prompt.chunks)})" if likeness else SHORT_IN_FULL] if is_default else []
+    if likeness and isinstance(policy, Alike):
+        return [LATER_IN_FULL]
+    return [MIXED_UP] if likeness == "apart" else []
 
 
 def _alike_ones(chunks: Sequence[Segment]) -> str:
