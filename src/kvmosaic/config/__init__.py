@@ -6,13 +6,14 @@ from kvmosaic.config.llm import (
     CONFIGS,
     MAX_PRIORITY,
     MAX_TIERS,
+    MAX_URL_CHARACTERS,
     EngineConfig,
     LLMConfig,
     ModelConfig,
+    StoreConfig,
     TierConfig,
     configured,
     is_secret_text,
     setting_named,
 )
 from kvmosaic.config.setting import Setting, Unset, flag_of, parse_bytes, settings_of
-from kvmosaic.config.store import MAX_SECONDS, MAX_URL_CHARACTERS, StoreConfig

@@ -1,4 +1,4 @@
-"""Settings of an `LLM`: model, engine and tiers, and all together from flat names as options and files have them."""
+"""Settings of model, engine, tiers and stored documents; and all of an `LLM`, from flat names as files have them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kvmosaic.config.setting import (
     settings_of,
     validate_settings,
 )
-from kvmosaic.config.store import StoreConfig
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.tools import TOOL_FORMATS
 
@@ -197,6 +196,47 @@ class TierConfig:
 def is_secret_text(secret: str) -> bool:
     """Whether a text can be the secret of tiers."""
     return MIN_SECRET_CHARACTERS <= len(secret) <= MAX_SECRET_CHARACTERS
+
+
+MAX_SECONDS = 366 * 86_400
+MAX_URL_CHARACTERS = 2_048
+
+_documents = partial(setting, panel="Documents")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where documents are stored, how many, how long, and the largest body that may hold some."""
+
+    documents_dir: str | None = _documents(
+        None,
+        max_length=MAX_URL_CHARACTERS,
+        metavar="DIR",
+        unset="kvmosaic/documents in the user's data folder",
+        help="Folder of stored documents, which servers of one machine may share; none: in memory.",
+    )
+    documents_url: str | None = _documents(
+        None,
+        is_secret=True,
+        max_length=MAX_URL_CHARACTERS,
+        help="PostgreSQL database of stored documents, for servers of several machines: "
+        "postgresql://USER:PASSWORD@HOST/NAME.",
+    )
+    document_ttl: int | None = _documents(
+        None, low=1, high=MAX_SECONDS, off="unlimited", help="Default TTL of stored documents in seconds."
+    )
+    document_version_seconds: int = _documents(
+        3_600,
+        low=0,
+        high=MAX_SECONDS,
+        help="Seconds after its last use for which a replaced text can be read by its version; 0: none.",
+    )
+    max_documents: int = _documents(10_000, low=1, high=10**6, help="Maximum stored documents of one tenant.")
+    max_documents_bytes: int = _documents(2**28, low=1, high=2**40, help="Maximum bytes of stored texts of one tenant.")
+    max_body_bytes: int = setting(2**24, panel="Limits", low=1_024, high=2**30, help="Maximum bytes of a request body.")
+
+    def __post_init__(self) -> None:
+        validate_settings(self)
 
 
 CONFIGS: Final = (ModelConfig, ChunkCacheConfig, TierConfig, EngineConfig)

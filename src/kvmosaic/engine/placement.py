@@ -236,12 +236,9 @@ class Placer:
         )
 
     def _default_repair(self, prompt: Prompt, layout: Layout, likeness: Likeness, said: _Said) -> RepairPolicy:
-        """The best policy for right answers that suits the prompt; short documents cost little to read."""
-        lengths = [len(ids) for ids in layout.chunk_token_ids]
-        is_open = said.context is None and not likeness
-        is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
+        """The best policy for right answers that suits the prompt."""
         has_window, first = said.window is not None, self._kv_cache.repaired_tokens
-        for each in self._wishes(prompt, layout, likeness, is_short=is_short, has_window=has_window):
+        for each in self._wishes(prompt, layout, likeness, said):
             if not why_not_repaired(each, layout=layout, model=self._model, has_window=has_window, first=first):
                 return each
         return NoRepair()
@@ -257,12 +254,13 @@ class Placer:
             return prompt
         return in_best_order(prompt, layout, self._kv_cache, moves_sections=self._model.is_movable)
 
-    def _wishes(
-        self, prompt: Prompt, layout: Layout, likeness: Likeness, *, is_short: bool, has_window: bool
-    ) -> Iterator[RepairPolicy]:
-        """Default policies, the best one for right answers first."""
-        is_free = not has_window and not layout.rules.takes_offsets
+    def _wishes(self, prompt: Prompt, layout: Layout, likeness: Likeness, said: _Said) -> Iterator[RepairPolicy]:
+        """Default policies, the best one for right answers first; short documents cost little to read."""
+        lengths = [len(ids) for ids in layout.chunk_token_ids]
+        is_open = said.context is None and not likeness
+        is_short = is_open and self.reads_in_full(lengths, layout.chunk_context) and not _is_exact(layout)
         in_full = likeness == "apart" or is_short or (bool(likeness) and self._model.repairs_run_by_run)
+        is_free = said.window is None and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         config, repairs_states = self._config, self._kv_cache.repaired_tokens > 0  # which companions do not help
         usual = repair_policy(config.repair if repairs_states else config.repair_after(layout.chunk_context))

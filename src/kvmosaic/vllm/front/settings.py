@@ -15,11 +15,9 @@ PREFIX = "KVMOSAIC_"
 """The same prefix and names as for our own server."""
 TENANT = DEFAULT_TENANT
 """That of our own server without keys: vLLM's keys do not tell clients apart."""
-PROMPT_SETTINGS = frozenset(
-    {
-        *("chunk_separator", "long_chunks", "max_chunk_tokens", "max_section_tokens", "max_prompt_chunks"),
-        *("preamble", "find_documents", "document_pattern", "companions"),
-    }
+PROMPT_SETTINGS = (
+    *("chunk_separator", "long_chunks", "max_chunk_tokens", "max_section_tokens", "max_prompt_chunks"),
+    *("preamble", "find_documents", "document_pattern", "companions"),
 )
 """Fields of `ChunkCacheConfig` that decide what documents of a prompt are."""
 _OWN_DEFAULTS = {"max_body_bytes": 2**26}  # images are sent to vLLM, too
