@@ -6,6 +6,6 @@ from kvmosaic.engine.figures import EngineFigures
 from kvmosaic.engine.placement import not_movable
 from kvmosaic.engine.request import Request
 from kvmosaic.engine.scheduler import Scheduler
-from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.sequence import Sequence, SequenceStatus
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.engine.stream import AnswerDelta, RequestDelta

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvmosaic.cache import KVCache
-from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
+from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceStatus
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import Step, StepBudget
 from kvmosaic.engine.swap_space import SwapSpace
@@ -257,7 +257,7 @@ class Admission:
     def _refuse(self, sequence: Sequence, error: KVMosaicError, step: Step) -> None:
         """Removes a sequence that has no room: one with an answer ends there, one without has failed."""
         self.remove(sequence)
-        sequence.state = SequenceState.FINISHED
+        sequence.status = SequenceStatus.FINISHED
         if sequence.answer.token_ids:
             step.ended.append(sequence)
         else:

@@ -16,7 +16,7 @@ from kvmosaic.engine.request import Request
 from kvmosaic.engine.request_table import RequestTable
 from kvmosaic.engine.row_builder import rows_of
 from kvmosaic.engine.scheduler import Scheduler
-from kvmosaic.engine.sequence import Sequence, SequenceState
+from kvmosaic.engine.sequence import Sequence, SequenceStatus
 from kvmosaic.engine.step import ScheduledTokens, Step
 from kvmosaic.errors import ChunkCacheFull, EngineError, InvalidSampling, KVMosaicError
 from kvmosaic.sampling import Array, namespace, sample
@@ -82,7 +82,7 @@ class EngineCore:
     def abort(self, request: Request) -> None:
         """Ends an unfinished request now; its blocks are freed."""
         for sequence in self._requests.sequences_of(request):
-            if sequence.state is not SequenceState.FINISHED:
+            if sequence.status is not SequenceStatus.FINISHED:
                 sequence.answer.end("abort")
         self.end(request)
 
@@ -306,7 +306,7 @@ class EngineCore:
             return
         news[request.request_id] = request
         self._scheduler.remove(sequence)
-        if all(other.state is SequenceState.FINISHED for other in self._requests.sequences_of(request)):
+        if all(other.status is SequenceStatus.FINISHED for other in self._requests.sequences_of(request)):
             self.end(request)
 
     def _fail(self, request: Request, error: KVMosaicError, news: dict[str, Request]) -> None:

@@ -22,7 +22,7 @@ from kvmosaic.engine.admission import Admission, WaitingQueue
 from kvmosaic.engine.likelihood import MAX_LOGIT_ROWS
 from kvmosaic.engine.preemption import Preemption, computes_for_others
 from kvmosaic.engine.rolling_window import max_at_once
-from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceState
+from kvmosaic.engine.sequence import RunningSequences, Sequence, SequenceStatus
 from kvmosaic.engine.shares import Shares
 from kvmosaic.engine.step import WARM_STEP_SECONDS, ScheduledTokens, Step, StepBudget, StepTimes
 from kvmosaic.engine.swap_space import SwapSpace
@@ -118,7 +118,7 @@ class Scheduler:
         finish = sequence.answer.finish
         has_ended = finish is not None and finish.reason == "stop"
         self._release(sequence, goes_on=has_ended and sequence.request.prompt.has_tools)
-        sequence.state = SequenceState.FINISHED
+        sequence.status = SequenceStatus.FINISHED
 
     def replan(self, sequence: Sequence) -> None:
         """Frees a running sequence's blocks and queues it again: its layout has changed."""
@@ -234,7 +234,7 @@ class Scheduler:
             only: tenants that it is for; None: all of them.
         """
         for sequence in self._answering(only):
-            is_answering = sequence.state is SequenceState.RUNNING and sequence.pending is not None
+            is_answering = sequence.status is SequenceStatus.RUNNING and sequence.pending is not None
             if is_answering and budget.num_tokens > 0 and self._grow(sequence, step):
                 self._schedule_spans(sequence, budget, step, is_prefilled=True)
                 sequence.last_step = self._num_steps
@@ -268,7 +268,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda running: running.sort_key):
             if only is not None and sequence.tenant not in only:
                 continue
-            if sequence.state is SequenceState.RUNNING and not sequence.is_prefilled:
+            if sequence.status is SequenceStatus.RUNNING and not sequence.is_prefilled:
                 if step.has(sequence) and (sequence.window is not None or sequence.is_stale):
                     continue  # what is in the step must keep its blocks
                 self._admit(budget, step, before=sequence)

@@ -19,8 +19,8 @@ from kvmosaic.prompt import SegmentKind
 from kvmosaic.sampling import Answer, SamplingState
 
 
-class SequenceState(Enum):
-    """Lifecycle state of a sequence."""
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -49,7 +49,7 @@ class Sequence:
         self.request = request
         self.answer = answer
         self.sampling = sampling
-        self.state = SequenceState.WAITING
+        self.status = SequenceStatus.WAITING
         self.pending: int | None = None
         self.allocation: Allocation | None = None
         self.allocate_seconds = 0.0
@@ -205,7 +205,7 @@ class Sequence:
     def set_allocation(self, allocation: Allocation) -> None:
         """Takes over the blocks that the KV cache has allocated."""
         self.allocation = allocation
-        self.state = SequenceState.RUNNING
+        self.status = SequenceStatus.RUNNING
         self.pending = None
         self.num_reused = tuple(
             span.num_computed if span.is_owner or span.chunk is None else span.num_tokens for span in allocation.spans
@@ -252,7 +252,7 @@ class Sequence:
 
     def preempted(self) -> None:
         """Records a preemption; everything is recomputed (or found cached) later."""
-        self.state = SequenceState.WAITING
+        self.status = SequenceStatus.WAITING
         self.pending = None
         if self.request.repair is not None:
             self.request.repair.forget()

@@ -24,7 +24,7 @@ RATE_WINDOW = 64
 """Number of recent completions from which the throughput is estimated."""
 
 
-class Admission:
+class AdmissionControl:
     """Counts answers in progress; refuses requests that would exceed the queue limits.
 
         in progress = running (at most max_running) + queued (at most max_queue, and max_queue_per_tenant of one tenant)
@@ -282,7 +282,7 @@ class RequestThreads:
     As many pieces of work may wait as answers may be queued. Used on the event loop only.
     """
 
-    def __init__(self, admission: Admission, tenants: Iterable[Tenant], cpu_seconds: float) -> None:
+    def __init__(self, admission: AdmissionControl, tenants: Iterable[Tenant], cpu_seconds: float) -> None:
         """Starts the threads.
 
         Args:

@@ -12,7 +12,7 @@ from kvmosaic import __version__
 from kvmosaic.api.fields import Only
 from kvmosaic.engine import AsyncEngine, Engine
 from kvmosaic.errors import EngineAsleep, EngineError
-from kvmosaic.server.admission import Admission
+from kvmosaic.server.admission import AdmissionControl
 from kvmosaic.server.tenants import current_admin
 from kvmosaic.web.documents import ROUTE
 from kvmosaic.web.errors import ApiError, ErrorReply, error_replies
@@ -33,7 +33,7 @@ class Version(BaseModel):
     version: str
 
 
-def health_router(engine: AsyncEngine, admission: Admission) -> APIRouter:
+def health_router(engine: AsyncEngine, admission: AdmissionControl) -> APIRouter:
     """/livez, /readyz and /health, and /version."""
     routes = APIRouter(tags=["health"])
 
@@ -138,7 +138,7 @@ class SleepingChunks(BaseModel):
     """Chunks that left the device; their next use brings them back."""
 
 
-def sleep_router(engine: AsyncEngine, admission: Admission, *, has_tiers: bool) -> APIRouter:
+def sleep_router(engine: AsyncEngine, admission: AdmissionControl, *, has_tiers: bool) -> APIRouter:
     """`/sleep`, `/wake_up`, `/is_sleeping` and `/reset_prefix_cache`, as in vLLM, and the sleep of cold chunks."""
     unavailable = partial(_unavailable, engine, admission)
     routes = APIRouter(tags=["sleep"], responses=error_replies(), dependencies=[Depends(current_admin)])
@@ -201,7 +201,7 @@ def _move(engine: Engine, min_accesses: int, idle_seconds: float) -> int:
     return engine.kv_cache.evict_cold(min_accesses, idle_seconds)
 
 
-def _unavailable(engine: AsyncEngine, admission: Admission, error: EngineError) -> ApiError:
+def _unavailable(engine: AsyncEngine, admission: AdmissionControl, error: EngineError) -> ApiError:
     code = "engine_asleep" if engine.is_asleep else "unavailable"
     headers = {"Retry-After": str(admission.retry_seconds)}
     return ApiError(503, str(error), type="service_unavailable", code=code, headers=headers)

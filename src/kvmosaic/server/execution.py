@@ -14,7 +14,7 @@ from kvmosaic.errors import EngineAsleep, KVMosaicError
 from kvmosaic.layout import ChunkContext
 from kvmosaic.prompt import Prompt
 from kvmosaic.sampling import RequestMetrics, ReuseReport, SamplingParams
-from kvmosaic.server.admission import Admission
+from kvmosaic.server.admission import AdmissionControl
 from kvmosaic.server.metrics.request_log import MAX_INTER_TOKEN_SECONDS, RequestLog, RequestRecord, RequestStatus
 from kvmosaic.server.tenants.access import Tenant
 from kvmosaic.web.errors import ApiError
@@ -30,7 +30,7 @@ class PromptRunner:
     def __init__(
         self,
         engine: AsyncEngine,
-        admission: Admission,
+        admission: AdmissionControl,
         records: RequestLog,
         metrics: ServerMetrics,
     ) -> None:

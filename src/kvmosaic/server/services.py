@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvmosaic.server.admission import Admission, FairThreads, RequestThreads
+from kvmosaic.server.admission import AdmissionControl, FairThreads, RequestThreads
 from kvmosaic.server.execution import PromptRunner
 from kvmosaic.server.metrics.request_log import RequestLog
 from kvmosaic.server.settings import ServerSettings
@@ -39,7 +39,7 @@ class Services:
     engine: AsyncEngine
     tenants: Tenants
     documents: DocumentStore
-    admission: Admission
+    admission: AdmissionControl
     threads: RequestThreads
     file_threads: FairThreads
     """They wait for the processes that read uploaded files."""
@@ -117,7 +117,7 @@ def build_services(
     engine = AsyncEngine(llm.engine)
     tenants = Tenants(settings.access_keys())
     _apply_tenants(llm.engine, tuple(tenants))
-    admission = Admission(
+    admission = AdmissionControl(
         max_running=settings.max_num_seqs,
         max_queue=settings.max_queue,
         max_queue_per_tenant=settings.max_queue_per_tenant,

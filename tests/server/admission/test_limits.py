@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmosaic.server.admission import Admission
+from kvmosaic.server.admission import AdmissionControl
 from kvmosaic.server.tenants import Tenant
 from kvmosaic.web.errors import ApiError
 
@@ -22,8 +22,10 @@ class Clock:
         return self.seconds
 
 
-def admission(running: int = 1, queue: int = 2, per_tenant: int = 2, clock: Clock | None = None) -> Admission:
-    return Admission(max_running=running, max_queue=queue, max_queue_per_tenant=per_tenant, clock=clock or Clock())
+def admission(running: int = 1, queue: int = 2, per_tenant: int = 2, clock: Clock | None = None) -> AdmissionControl:
+    return AdmissionControl(
+        max_running=running, max_queue=queue, max_queue_per_tenant=per_tenant, clock=clock or Clock()
+    )
 
 
 @given(
@@ -97,7 +99,7 @@ def test_draining_refuses_everything_new_with_503() -> None:
 
 
 def test_drained_waits_for_what_is_under_way_but_not_for_ever() -> None:
-    door = Admission(max_running=1, max_queue=1, max_queue_per_tenant=1)
+    door = AdmissionControl(max_running=1, max_queue=1, max_queue_per_tenant=1)
 
     async def hold(seconds: float) -> None:
         with door.enter(ACME):

@@ -18,7 +18,7 @@ from kvmosaic.documents import DocumentStore
 from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.llm import LLM
-from kvmosaic.server.admission import Admission
+from kvmosaic.server.admission import AdmissionControl
 from kvmosaic.server.dashboard.views import (
     EngineSnapshot,
     blocks_view,
@@ -145,7 +145,7 @@ class Feed:
         llm: LLM,
         engine: AsyncEngine,
         documents: DocumentStore,
-        admission: Admission,
+        admission: AdmissionControl,
         records: RequestLog,
         settings: ServerSettings,
         *,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvmosaic.engine import AsyncEngine, EngineFigures
     from kvmosaic.engine.chunk_offloader import ChunkOffloader
     from kvmosaic.llm import LLM
-    from kvmosaic.server.admission import Admission
+    from kvmosaic.server.admission import AdmissionControl
     from kvmosaic.server.tenants.access import Tenants
 
 MAX_TENANTS = 32
@@ -36,7 +36,7 @@ class ServerReadings:
     """Collector of all values that are read on a scrape; the engine's figures are as of its last step."""
 
     def __init__(
-        self, llm: LLM, engine: AsyncEngine, tenants: Tenants, documents: DocumentStore, admission: Admission
+        self, llm: LLM, engine: AsyncEngine, tenants: Tenants, documents: DocumentStore, admission: AdmissionControl
     ) -> None:
         self._llm = llm
         self._engine = engine

@@ -280,7 +280,7 @@ class ChunkLookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class FirstOperations:
     """The operations of one request before its first forward, in this order."""
 
     moves: tuple[Move, ...] = ()
@@ -289,7 +289,7 @@ class Admission:
     """Moves after the repairs; see `Operations.returns`."""
 
 
-def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, block_size: int) -> Admission:
+def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, block_size: int) -> FirstOperations:
     """Plans the operations of a request whose first `num_cached` tokens are in its blocks `own` already."""
     layout, repair = composed.layout, composed.composition.repair
     runs = recomputed_runs(layout, repair, num_cached)
@@ -308,15 +308,15 @@ def admit(composed: ComposedRequest, own: tuple[int, ...], num_cached: int, bloc
         RepairedRun(own[: -(-stop // block_size)], start, tuple(tokens[start:stop]), position)
         for start, stop, position in runs
     )
-    return Admission(tuple(moves), tuple(repairs), tuple(returns))
+    return FirstOperations(tuple(moves), tuple(repairs), tuple(returns))
 
 
-def move_in(composed: ComposedRequest, own: tuple[int, ...], block_size: int) -> Admission:
+def move_in(composed: ComposedRequest, own: tuple[int, ...], block_size: int) -> FirstOperations:
     """Plans the moves of a request that reads its documents in place: of the end of its system text."""
     moves = (
         _move(piece, tuple(block.block_id for block in held), own, 0, block_size) for piece, held in composed.planned
     )
-    return Admission(tuple(moves))
+    return FirstOperations(tuple(moves))
 
 
 def _distances(composed: ComposedRequest) -> dict[int, int]:

@@ -24,10 +24,10 @@ from kvmosaic.vllm.scheduler.chunk_prompts import (
 )
 from kvmosaic.vllm.scheduler.chunk_requests import ChunkRequests
 from kvmosaic.vllm.scheduler.composed import (
-    Admission,
     ChunkLookup,
     ComposedHasher,
     ComposedRequest,
+    FirstOperations,
     OwnTokensHasher,
     admit,
     hide_documents,
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._chunks = ChunkRequests(scheduler.add_request, self.tiering)
         self._waiters: dict[Any, set[str]] = {}
         """In-flight chunk prompts, and the composed requests that wait for them."""
-        self._admitted: dict[str, Admission] = {}
+        self._admitted: dict[str, FirstOperations] = {}
         """Operations of requests that are admitted in the step being scheduled."""
         self._failed: list[int] = []
         """Blocks of requests that are given up in the step being scheduled, which vLLM counts as computed."""
