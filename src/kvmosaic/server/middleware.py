@@ -25,7 +25,7 @@ from kvmosaic.server.process.logs import FIELDS, PROBES
 from kvmosaic.server.settings import ServerSettings
 from kvmosaic.server.tenants.access import Tenants, authorization_of
 from kvmosaic.web.errors import ApiError, refusal_of, reply_of_error
-from kvmosaic.web.request_body import READING
+from kvmosaic.web.request_body import READING, lingering
 
 if TYPE_CHECKING:
     from kvmosaic.server.tracing import Tracing
@@ -303,6 +303,7 @@ class StartupMiddleware:
         """Handles one request; probes and scrapes bypass the throttle."""
         if scope["type"] == "http" and not reads_figures(scope):
             await self._throttle.enter(self._tenant_of(scope))
+            receive, send = lingering(scope, receive, send)
         await self._app(scope, receive, send)
 
     def open(self, app: ASGIApp, tenants: Tenants) -> None:

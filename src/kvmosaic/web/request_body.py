@@ -6,7 +6,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from gzip import GzipFile
@@ -23,6 +23,8 @@ from kvmosaic.web.json_body import PARSED, WARNINGS, LongBody, Warnings, add_war
 
 BODY_SECONDS = 60.0
 """Timeout to receive a body, or the next piece of an upload."""
+LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26
+"""How much of the rest of a refused body is dropped, so that the client reads the refusal."""
 MAX_UPLOADS = 8
 """Maximum number of uploads in progress."""
 CLOSE = {"Connection": "close"}
@@ -241,6 +243,34 @@ def _is_packed(scope: Scope, *, accepted: Sequence[str] = ("gzip", "x-gzip")) ->
         told = f"the header Content-Encoding says {said[:100]!r}; send {'gzip, or ' if accepted else ''}no compression"
         raise ApiError(415, told, code="invalid_content_encoding", headers=CLOSE)
     return True
+
+
+def lingering(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """`receive` and `send` with which a reply that comes before the whole body ends only once that has come.
+
+    A server closes the connection after such a reply, and clients that read once they have sent all see a reset instead
+    of the refusal. So the rest is taken and dropped, up to a limit.
+    """
+    headers = Headers(scope=scope)
+    is_whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+    async def received() -> Message:
+        nonlocal is_whole
+        message = await receive()
+        is_whole = not message.get("more_body", False)
+        return message
+
+    async def sent(message: Message) -> None:
+        if not is_whole and message["type"] == "http.response.body" and not message.get("more_body"):
+            await send({**message, "more_body": True})
+            message, left = {"type": "http.response.body"}, LINGER_BYTES
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    while left > 0 and not is_whole:
+                        left -= len((await received()).get("body", b""))
+        await send(message)
+
+    return received, sent
 
 
 class UploadBody:

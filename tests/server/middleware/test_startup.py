@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+import urllib.error
+import urllib.request
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.responses import Response
 
 from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.tenants import AccessKey, Tenant, Tenants
@@ -57,3 +63,24 @@ def test_what_only_looks_like_a_probe_waits_with_the_others(path: str, method: s
 @pytest.mark.parametrize("key", ["one", "not known"])
 def test_crowd_of_one_tenant_makes_no_other_wait(key: str) -> None:
     assert num_before("/v1/models", key=key) < 10
+
+
+def test_a_client_that_sends_its_body_first_reads_the_refusal() -> None:
+    startup = StartupMiddleware()
+    server = uvicorn.Server(uvicorn.Config(startup, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/documents", b"x" * 8_000_000)
+        for status in (503, 413):  # while the model loads, and by the app
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(asked)
+            assert refused.value.code == status
+            refused.value.close()
+            startup.open(Response("too large", 413, {"Connection": "close"}), Tenants())
+    finally:
+        server.should_exit = True
+        thread.join()

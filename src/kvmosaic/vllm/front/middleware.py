@@ -35,6 +35,7 @@ from kvmosaic.vllm.front.served_model import find_model
 from kvmosaic.vllm.front.settings import FrontSettings
 from kvmosaic.vllm.report import SHELF, shelve_reports
 from kvmosaic.web.json_body import add_warnings
+from kvmosaic.web.request_body import lingering
 
 CPU_SECONDS = 30.0
 """Maximum processor time for reading one request."""
@@ -73,6 +74,7 @@ class ComposedDocuments:
         if scope["type"] != "http" or scope["method"] == "OPTIONS":
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        receive, send = lingering(scope, receive, send)
         if self._routes.answers(path, scope):
             return await self._routes(scope, receive, send)
         if scope["method"] != "POST":
