@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvmosaic.config import variable_of
 from kvmosaic.server.options import panel_of
-from kvmosaic.server.read import flag_of, variable_of
+from kvmosaic.server.read import flag_of
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 PAGE = Path(__file__).parents[1] / "docs" / "server" / "running.md"

@@ -109,14 +109,11 @@ class LLM:
         Args:
             model: a folder, a GGUF file, a name on the Hugging Face hub, "reader" (the small model of this package), or
                 a model that is loaded already (`LoadedModel.from_module` takes any transformers model).
-            engine: "transformers", which dequantizes GGUF files; "llama": llama.cpp, which runs them as they are;
-                "auto": llama.cpp for GGUF files where it is installed.
-            kv_cache_dtype: type of cached keys and values in llama.cpp: "f16" (auto), "f32", "bf16", "q8_0".
+            engine: see `ModelConfig`, as for all that has no description here.
+            kv_cache_dtype: "f16" (auto), "f32", "bf16" or "q8_0".
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             device: "auto", "cpu", "cuda", "cuda:1", …
-            prepack: keep linear layers in the order in which a CPU multiplies bfloat16, for about twice the speed of
-                decoding; "auto": where the CPU computes in bfloat16; "always" or True; "never" or False. A model that
-                is loaded already stays as it is.
+            prepack: "auto", "always" or True, "never" or False. A model that is loaded already stays as it is.
             enable_chunk_cache: compose prompts from cached chunks; off, segments are joined to an ordinary prompt.
             chunk_cache_config: capacity, positions, separator, eviction, …
             engine_config: how much runs at once, memory for prefixes and answers, and threads.
@@ -131,14 +128,13 @@ class LLM:
                 why. The environment variable KVMOSAIC_ATTENTION decides where nothing is said here.
             self_check: compare a composed prompt with a dense forward first; if they differ, the chunk cache stays off
                 and `chunk_cache_off_reason` says why.
-            tool_format: how the model writes tool calls: "hermes", "llama3_json", "mistral", …; "auto": as its chat
-                template does.
+            tool_format: "hermes", "llama3_json", "mistral", …
             trust_remote_code: run Python code that comes with the checkpoint.
             adapter: folders of low-rank adapters (LoRA, as PEFT writes them): a mapping by name, or texts
                 "[NAME=]FOLDER"; a folder's last part is its name. The first one computes prompts with documents; others
                 are chosen by `Prompt.adapter`, or `chat(adapter=…)`. Prompts without documents are the base model's.
                 Chunks of different adapters are different chunks.
-            merge_adapter: add the only adapter to the weights instead: it computes all prompts, and costs no time.
+            merge_adapter: add the only adapter to the weights instead.
             settings: fields of the three configurations by their names: `LLM("reader", chunk_separator="##")`.
 
         Raises:

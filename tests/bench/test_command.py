@@ -46,7 +46,7 @@ def test_quick_run_measures_every_workload_and_writes_its_files(tmp_path: Path) 
         "kvmosaic, chunk cache off",
         "transformers generate",
     }
-    assert all(row["first_share"] > 0 and row["least_bytes"] > 0 for row in content["rows"])
+    assert all(row["first_share"] > 0 for row in content["rows"])
     assert "/ ours" in result.output
     assert (tmp_path / "bench-reader-quick.md").read_text().startswith("# reader: quick run")
     assert len(list(tmp_path.glob("*.png"))) == (4 if can_plot() else 0)

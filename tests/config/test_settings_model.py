@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "kvmosaic"
 SETTINGS = {name: each for config in ALL_CONFIGS for name, each in settings_of(config).items()}
 MAX_PARAMETERS = 12
 WIDE = {
-    *("llm.py:__init__", "llm.py:chat", "llm.py:stream", "integrations/vllm/front/python_api.py:chat"),
+    *("llm.py:__init__", "llm.py:chat", "llm.py:stream", "vllm/front/python_api.py:chat"),
     "attention/triton/kernel.py:attend_walks",
     "attention/triton/kernel.py:store_rows",
 }

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from kvmosaic.config import ENV_PREFIX
 from kvmosaic.server.process.listener import CLOSING_SECONDS
 from kvmosaic.server.read import read_settings
-from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
+from kvmosaic.server.settings import ServerSettings
 from kvmosaic.tiers.tiered_store import PUT_SECONDS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

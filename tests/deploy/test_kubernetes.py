@@ -13,10 +13,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from kvmosaic.config import ENV_PREFIX
 from kvmosaic.server.middleware import OPEN_PATHS
 from kvmosaic.server.process.listener import CLOSING_SECONDS
 from kvmosaic.server.read import read_settings
-from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
+from kvmosaic.server.settings import ServerSettings
 from kvmosaic.tiers import parse_tier_url
 from kvmosaic.tiers.tiered_store import PUT_SECONDS
 

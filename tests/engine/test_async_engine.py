@@ -479,17 +479,6 @@ def test_closing_a_warm_up_aborts_the_rest_of_it():
     asyncio.run(main())
 
 
-def test_draining_waits_as_long_as_it_is_told():
-    async def main():
-        async with running(build_engine(llama(), blocks=ROOMY)) as engine:
-            async with aclosing(engine.generate(ask(0), LONG)) as deltas:
-                await anext(deltas)
-                assert not await engine.drain(0.05)
-            assert await engine.drain(20)
-
-    asyncio.run(main())
-
-
 FORGETFUL = """
 import asyncio
 from support.engines import GREEDY, build_engine

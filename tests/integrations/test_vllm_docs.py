@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from kvmosaic.config import ENV_PREFIX, StoreConfig, settings_of
 from kvmosaic.vllm import settings as ours
 from kvmosaic.vllm.contract import Composition
 from kvmosaic.vllm.front import settings
@@ -41,9 +42,9 @@ def test_every_metric_is_named_and_no_other() -> None:
 
 
 def test_every_variable_of_the_front_is_named_and_no_other() -> None:
-    shared = {ours.REQUIRED_SETTING, ours.READS_SETTING, *ours.SETTINGS}
-    read = {*settings.TEXTS, *settings.NUMBERS, *settings.FIELDS, *shared}
-    named = {name.removeprefix(settings.PREFIX).lower() for name in first_column(section("Requests")) if name.isupper()}
+    shared = {ours.REQUIRED_SETTING, "document_reads", *ours.SETTINGS}
+    read = {*settings.PROMPT_SETTINGS, *settings_of(StoreConfig), *settings.FIELDS, *shared}
+    named = {name.removeprefix(ENV_PREFIX).lower() for name in first_column(section("Requests")) if name.isupper()}
     assert named == read
 
 

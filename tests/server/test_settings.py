@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvmosaic.config import ChunkCacheConfig
+from kvmosaic.config import ChunkCacheConfig, variable_of
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_fields import MAX_FILE_BYTES
 from kvmosaic.server.options import panel_of, serve_app
-from kvmosaic.server.read import ARGUMENTS, flag_of, read_settings, variable_of
+from kvmosaic.server.read import ARGUMENTS, flag_of, read_settings
 from kvmosaic.server.settings import ServerSettings, is_variable_only
 
 SECRET = "sk-nobody-may-read-this"

@@ -16,4 +16,4 @@ from kvmosaic.config.llm import (
     is_secret_text,
     setting_named,
 )
-from kvmosaic.config.setting import Setting, Unset, flag_of, parse_bytes, settings_of
+from kvmosaic.config.setting import ENV_PREFIX, Setting, Unset, flag_of, parse_bytes, settings_of, variable_of

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvmosaic.errors import InvalidConfig
 
+ENV_PREFIX = "KVMOSAIC_"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_BYTES = 2**50
@@ -197,6 +198,11 @@ def validate_settings(config: Any) -> None:
 def flag_of(name: str) -> str:
     """The flag of a setting."""
     return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + name.upper()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...] | Callable[[], tuple[str, ...]]) -> None:

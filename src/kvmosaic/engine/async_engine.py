@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 WARM_WINDOW = 16
 """Max concurrent warm-ups per call, so that a long list does not delay other requests."""
-DRAIN_SECONDS = 0.01
 """Polling interval of `drain`, in seconds."""
 
 
@@ -253,13 +252,6 @@ class AsyncEngine:
                 yield numbers.pop(request), request
         finally:
             self._thread.close(stream)
-
-    async def drain(self, seconds: float) -> bool:
-        """Waits up to `seconds` until the engine is idle; returns whether it is. New requests are not refused."""
-        end = time.monotonic() + seconds
-        while self._thread.is_busy and time.monotonic() < end:
-            await asyncio.sleep(DRAIN_SECONDS)
-        return not self._thread.is_busy
 
     async def close(self) -> None:
         """Does what `stop` does, without blocking the event loop."""

@@ -32,8 +32,6 @@ MAX_STATES = 8 * MAX_LAYERS
 _MAX_RANK = 8
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _CODECS = ("none", "int8")
-_COMPRESSION = "none"
-"""Of the field in which earlier versions said how they had compressed an entry."""
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
@@ -115,7 +113,6 @@ def to_texts(header: EntryHeader) -> dict[str, str]:
         "dtype": header.dtype,
         "codec": header.codec,
         **({"states": _compact(header.states)} if header.states else {}),
-        "compression": _COMPRESSION,
         "names": _compact([_cut(name) for name in header.names[-MAX_NAMES:]]),
         "tenant": _cut(header.tenant),
         "compute_seconds": repr(float(header.compute_seconds)),
@@ -127,7 +124,7 @@ def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
     """Inverse of `to_texts`.
 
     Raises:
-        ForeignEntry: another version of the format, or a codec or a compression of another version.
+        ForeignEntry: another version of the format, or a codec of another version.
         DamagedEntry: a field that is missing, unknown, malformed or beyond its limit.
     """
     version = texts.get("version")
@@ -148,12 +145,11 @@ def from_texts(texts: Mapping[str, Any]) -> EntryHeader:
                 f"the entry has {name} {text!r:.80}, which cannot be read ({error!s:.80}); "
                 "it is left out and computed again"
             ) from error
-    header, compression = EntryHeader(**values), texts.get("compression", _COMPRESSION)
-    if header.codec not in _CODECS or compression != _COMPRESSION:
+    header = EntryHeader(**values)
+    if header.codec not in _CODECS:
         raise ForeignEntry(
-            f"the entry has codec {header.codec!r:.40} and compression {compression!r:.40}, which another version of "
-            f"kvmosaic stored; only codecs {' and '.join(_CODECS)} without compression are read; "
-            "it is left out and computed again"
+            f"the entry has codec {header.codec!r:.40}, which another version of kvmosaic stored; only codecs "
+            f"{' and '.join(_CODECS)} are read; it is left out and computed again"
         )
     try:
         check_header(header)

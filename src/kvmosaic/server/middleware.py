@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -328,16 +328,11 @@ def _path_of(scope: Scope) -> str:
 
 
 async def _answer_while_loading(scope: Scope, receive: Receive, send: Send) -> None:
-    await _reply_while_loading(scope)(scope, receive, send)
-
-
-def _reply_while_loading(scope: Scope) -> Response:
-    path = _path_of(scope)
-    retry = {"Retry-After": LOADING_RETRY_SECONDS}
-    if path == "/livez":
-        return JSONResponse({"status": "ok"})
-    if path in PROBES:
-        return JSONResponse({"status": "loading"}, 503, headers=retry)
+    path, retry = _path_of(scope), {"Retry-After": LOADING_RETRY_SECONDS}
     message = "the model and the documents are still being loaded; try again soon"
-    error = ApiError(503, message, type="service_unavailable", code="loading", headers=retry)
-    return reply_of_error(error, scope)
+    reply = reply_of_error(ApiError(503, message, type="service_unavailable", code="loading", headers=retry), scope)
+    if path == "/livez":
+        reply = JSONResponse({"status": "ok"})
+    elif path in PROBES:
+        reply = JSONResponse({"status": "loading"}, 503, headers=retry)
+    await reply(scope, receive, send)

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvmosaic import config
+from kvmosaic.config import ENV_PREFIX, variable_of
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.server.config_fields import nearest
-from kvmosaic.server.settings import ENV_PREFIX, ServerSettings
+from kvmosaic.server.settings import ServerSettings
 
 ARGUMENTS = ("model", "documents")
 """Settings that are arguments of the command, not options."""
@@ -52,11 +53,6 @@ def read_settings(flags: Mapping[str, Any] | None = None) -> ServerSettings:
 def flag_of(name: str) -> str:
     """Returns the flag of a setting."""
     return name.upper() if name in ARGUMENTS else config.flag_of(name)
-
-
-def variable_of(name: str) -> str:
-    """Returns the environment variable of a setting."""
-    return ENV_PREFIX + name.upper()
 
 
 def _check_environment() -> None:

@@ -18,7 +18,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvmosaic.config import MAX_TIERS, MAX_URL_CHARACTERS, LLMConfig, is_secret_text
+from kvmosaic.config import ENV_PREFIX, MAX_TIERS, MAX_URL_CHARACTERS, LLMConfig, is_secret_text, variable_of
 from kvmosaic.errors import pip_install
 from kvmosaic.model.formats import model_help
 from kvmosaic.prompt.separator import read_separator
@@ -30,7 +30,6 @@ from kvmosaic.tuned_settings import profile_choice
 if TYPE_CHECKING:
     from kvmosaic.server.tenants import AccessKey
 
-ENV_PREFIX = "KVMOSAIC_"
 MAX_TEXTS = 1_000
 MAX_TEXT_CHARACTERS = 1_024
 EXAMPLE_ENDPOINT = "http://localhost:4318/v1/traces"
@@ -239,7 +238,7 @@ class ServerSettings(_ConfigSettings):  # type: ignore[misc]
             return init_settings, env_settings
         names = [name for name, field in cls.model_fields.items() if name != "config" and not is_variable_only(field)]
         fields = cls.model_fields.items()
-        variables = {name: ENV_PREFIX + name.upper() for name, field in fields if is_variable_only(field)}
+        variables = {name: variable_of(name) for name, field in fields if is_variable_only(field)}
         content = read_config_file(Path(named), names, variables)
         return init_settings, env_settings, InitSettingsSource(settings_cls, content)
 

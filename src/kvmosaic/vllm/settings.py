@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from kvmosaic.config import TierConfig, parse_bytes
+from kvmosaic.config import TierConfig, parse_bytes, variable_of
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.eviction import EvictionPolicy, Priority, choose
 
-READS_SETTING = "document_reads"
-"""The same name as the flag of `kvmosaic vllm serve`."""
 READS_VARIABLE = "KVMOSAIC_DOCUMENT_READS"
 """Read in every process of vLLM: attention is chosen before any of our parts has vLLM's configuration."""
 DocumentReads = Literal["copy", "in-place"]
@@ -29,10 +27,9 @@ def document_reads(environ: Mapping[str, str]) -> DocumentReads:
         InvalidConfig: another value.
     """
     said = environ.get(READS_VARIABLE) or "copy"
-    for known in get_args(DocumentReads):
-        if said == known:
-            return known  # type: ignore[no-any-return]
-    raise InvalidConfig(f"{READS_VARIABLE} is {said!r:.80}; choose 'copy' or 'in-place'")
+    if said not in get_args(DocumentReads):
+        raise InvalidConfig(f"{READS_VARIABLE} is {said!r:.80}; choose 'copy' or 'in-place'")
+    return said  # type: ignore[return-value]
 
 
 REQUIRED_SETTING = "require_composing"
@@ -73,7 +70,6 @@ SIZE = "document_cache_size"
 """Key of `kv_connector_extra_config`, and the name of the flag of `kvmosaic vllm serve`."""
 EVICTION = "document_eviction"
 SETTINGS = (SIZE, EVICTION)
-_PREFIX = "KVMOSAIC_"
 _DEFAULTS = {SIZE: "0.5", EVICTION: "priority"}
 _MAX_TOKENS = 10**12
 
@@ -115,7 +111,7 @@ def document_cache(extra: Mapping[str, Any], environ: Mapping[str, str]) -> Docu
 
 
 def _setting(name: str, extra: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
-    return extra.get(name, environ.get(_PREFIX + name.upper()) or _DEFAULTS[name])
+    return extra.get(name, environ.get(variable_of(name)) or _DEFAULTS[name])
 
 
 def _read_size(size: Any) -> dict[str, Any]:
@@ -143,7 +139,6 @@ def _checked_fraction(fraction: float) -> float:
     return fraction
 
 
-SECRET_VARIABLE = "KVMOSAIC_CHUNK_SECRET"  # noqa: S105  the name of a variable
 FROM_VARIABLE = "env:"
 _OPTIONS = ("loading", "pending", "staged")
 
@@ -178,7 +173,7 @@ def tier_config(extra: Mapping[str, Any], environment: Mapping[str, str] = os.en
 
     for url in urls:
         parse_tier_url(url)
-    return TierConfig(chunk_tier=urls, chunk_secret=environment.get(SECRET_VARIABLE) or None, **options)
+    return TierConfig(chunk_tier=urls, chunk_secret=environment.get(variable_of("chunk_secret")) or None, **options)
 
 
 def _read(place: str, environment: Mapping[str, str]) -> str:

@@ -23,8 +23,8 @@ from kvmosaic.web.json_body import PARSED, WARNINGS, LongBody, Warnings, add_war
 
 BODY_SECONDS = 60.0
 """Timeout to receive a body, or the next piece of an upload."""
-LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26
-"""How much of the rest of a refused body is dropped, so that the client reads the refusal."""
+LINGER_SECONDS = 2.0
+"""How long the rest of a refused body is taken and dropped."""
 MAX_UPLOADS = 8
 """Maximum number of uploads in progress."""
 CLOSE = {"Connection": "close"}
@@ -246,10 +246,9 @@ def _is_packed(scope: Scope, *, accepted: Sequence[str] = ("gzip", "x-gzip")) ->
 
 
 def lingering(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """`receive` and `send` with which a reply that comes before the whole body ends only once that has come.
+    """`receive` and `send` with which a reply that comes before the whole body ends once that has come, too.
 
-    A server closes the connection after such a reply, and clients that read once they have sent all see a reset instead
-    of the refusal. So the rest is taken and dropped, up to a limit.
+    A server closes the connection after such a reply, and a client that reads once it has sent all would see a reset.
     """
     headers = Headers(scope=scope)
     is_whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
@@ -263,11 +262,11 @@ def lingering(scope: Scope, receive: Receive, send: Send) -> tuple[Receive, Send
     async def sent(message: Message) -> None:
         if not is_whole and message["type"] == "http.response.body" and not message.get("more_body"):
             await send({**message, "more_body": True})
-            message, left = {"type": "http.response.body"}, LINGER_BYTES
+            message = {"type": "http.response.body"}
             with suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
-                    while left > 0 and not is_whole:
-                        left -= len((await received()).get("body", b""))
+                    while not is_whole:
+                        await received()
         await send(message)
 
     return received, sent

@@ -12,6 +12,7 @@ import pytest
 
 from kvmosaic.api.documents import NewDocument
 from kvmosaic.api.errors import ApiError, read_body
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.config import StoreConfig
 from kvmosaic.documents import DocumentDraft, DocumentStore, Match, StoredDocument
 from kvmosaic.errors import (
@@ -26,7 +27,6 @@ from kvmosaic.errors import (
 from kvmosaic.prompt import Document
 from kvmosaic.vllm.front.documents import open_documents
 from kvmosaic.vllm.front.pool_updates import api_error
-from kvmosaic.vllm.front.settings import TENANT
 
 
 class Documents:
@@ -36,22 +36,22 @@ class Documents:
         self.store = open_documents(settings, clock)
 
     def create(self, draft: DocumentDraft, name: str | None = None) -> StoredDocument:
-        return self.store.create(TENANT, draft, name)
+        return self.store.create(DEFAULT_TENANT, draft, name)
 
     def put(self, name: str, draft: DocumentDraft, if_match: str | None = None) -> tuple[StoredDocument, bool]:
-        return self.store.put(TENANT, name, draft, None if if_match is None else Match.from_header(if_match))
+        return self.store.put(DEFAULT_TENANT, name, draft, None if if_match is None else Match.from_header(if_match))
 
     def get(self, name: str) -> StoredDocument:
-        return self.store.get(TENANT, name)
+        return self.store.get(DEFAULT_TENANT, name)
 
     def resolve(self, name: str) -> Document:
-        return self.store.resolve(TENANT, [(name, None)])[0]
+        return self.store.resolve(DEFAULT_TENANT, [(name, None)])[0]
 
     def delete(self, name: str, if_match: str | None = None) -> None:
-        self.store.delete(TENANT, name, None if if_match is None else Match.from_header(if_match))
+        self.store.delete(DEFAULT_TENANT, name, None if if_match is None else Match.from_header(if_match))
 
     def all(self) -> list[StoredDocument]:
-        return self.store.documents(TENANT)
+        return self.store.documents(DEFAULT_TENANT)
 
 
 Make = Callable[..., Documents]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvmosaic.config import flag_of, settings_of
 from kvmosaic.console.options import AsReport, FixedStrategy, Output, grouped, option
 from kvmosaic.lab.bench.sizes import PRESETS, Sizes
 
@@ -17,8 +18,8 @@ Threads = Annotated[int | None, option("num_threads")]
 
 
 def _size(name: str, least: int = 1) -> Any:
-    about = Sizes.__dataclass_fields__[name].metadata
-    return typer.Option("--" + name.replace("_", "-"), min=least, max=about["limit"], help=about["help"])
+    about = settings_of(Sizes)[name]
+    return typer.Option(flag_of(name), min=least, max=about.high, help=about.help)
 
 
 @dataclass(frozen=True, slots=True)

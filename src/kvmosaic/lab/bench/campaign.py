@@ -112,7 +112,7 @@ def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher)
 
 
 def add_shares(row: BenchRow, limits: Limits, weight: TokenCost) -> None:
-    """Writes the shares of the limits and the least bytes into a row.
+    """Writes the shares of the limits into a row.
 
     Prompts of one batch that share documents read them once; the others read their own. For prompts asked together, the
     last first token counts: until then, all of them were computed.
@@ -127,9 +127,6 @@ def add_shares(row: BenchRow, limits: Limits, weight: TokenCost) -> None:
         least = limits.first_token_seconds(weight, row.dtype, round(num_computed), num_context)
         lasts = [max(row.first_seconds[begin:][: row.width]) for begin in range(0, len(row.first_seconds), row.width)]
         row.first_share = least / fmean(lasts)
-        num_steps = row.num_answered / max(len(row.first_seconds), 1)
-        read = num_steps * (weight.step_bytes + weight.kv_bytes_per_token * num_context)
-        row.least_bytes = round(read + weight.kv_bytes_per_token * (num_computed + num_steps * row.width))
     if row.token is not None:
         row.token_share = limits.token_seconds(weight, num_context) / row.token.median
 

@@ -67,8 +67,6 @@ class BenchRow:
     first_share: float | None = None
     """Minimum possible TTFT / measured TTFT; see `Limits`."""
     token_share: float | None = None
-    least_bytes: int | None = None
-    """Minimum bytes that one batch must read and write, by arithmetic."""
 
     @property
     def first(self) -> Spread | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kvmosaic.config.setting import setting, validate_settings
 from kvmosaic.errors import InvalidConfig
 
 
-def _size(default: int, limit: int, help_text: str) -> Any:
-    return field(default=default, metadata={"limit": limit, "help": help_text})
+def _size(default: int, high: int, help_text: str) -> Any:
+    return setting(default, panel="Sizes", low=1, high=high, help=help_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +31,7 @@ class Sizes:
     max_sharers: int = _size(32, 1_024, "Maximum number of prompts that share their documents at once.")
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            name, limit, value = each.name, each.metadata["limit"], getattr(self, each.name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-                raise InvalidConfig(f"{name} must be a whole number between 1 and {limit}, got {value!r}")
+        validate_settings(self)
         if self.zipf_documents > self.catalogue:
             raise InvalidConfig(
                 f"a prompt of {self.zipf_documents} documents cannot be drawn from a catalogue of {self.catalogue}; "

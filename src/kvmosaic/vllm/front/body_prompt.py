@@ -12,6 +12,7 @@ from typing import Any
 from kvmosaic.api.documents import CompanionsField, DocumentFields, document_texts
 from kvmosaic.api.errors import read_body
 from kvmosaic.api.warming import WarmOptions
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents import DocumentStore
 from kvmosaic.errors import InvalidMessages, InvalidPrompt, KVMosaicError
 from kvmosaic.prompt import Document, Prompt, PromptEncoder, PromptSettings, read_messages
@@ -23,7 +24,6 @@ from kvmosaic.repair import NameFinder
 from kvmosaic.vllm.contract import FIELD, Composition
 from kvmosaic.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.vllm.front.served_model import ServedModel
-from kvmosaic.vllm.front.settings import TENANT
 
 Body = Mapping[str, Any]
 
@@ -106,7 +106,7 @@ class Renderer:
 
     def _beside(self, companions: Sequence[str] | None) -> PromptEncoder:
         """The encoder with the companions of a request, or stored ones where the settings say so."""
-        return self.encoder.beside(self._store.companions(TENANT, self._settings.companions, companions))
+        return self.encoder.beside(self._store.companions(DEFAULT_TENANT, self._settings.companions, companions))
 
     def with_stored_documents(self, composition: Composition) -> Composition:
         """See `pool_updates`; stored documents are recognized by their names."""
@@ -145,8 +145,8 @@ class Renderer:
         fields = read_body(_Fields, {name: body.get(name) for name in names})
         parts = fields.documents or ()
         self.given = GivenDocuments(places=tuple(range(len(parts))))
-        self.given = document_texts(parts, partial(self._store.resolve, TENANT))
-        return fields, self.given.documents, fields.finder(self._settings, self._store, TENANT)
+        self.given = document_texts(parts, partial(self._store.resolve, DEFAULT_TENANT))
+        return fields, self.given.documents, fields.finder(self._settings, self._store, DEFAULT_TENANT)
 
     def _encoded(
         self,

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from kvmosaic.config import variable_of
 from kvmosaic.errors import InvalidConfig, pip_install
 from kvmosaic.tiers import parse_tier_url
-from kvmosaic.vllm.front.settings import PREFIX, FrontSettings
+from kvmosaic.vllm.front.settings import FrontSettings
 from kvmosaic.vllm.plugin import NAME
 from kvmosaic.vllm.settings import (
     FROM_VARIABLE,
@@ -65,7 +66,7 @@ def serving(
         InvalidConfig: no model, an invalid choice, vLLM's front end in Rust, prefix caching disabled, loading without
             tiers, tiers together with a configuration, or a configuration of another connector.
     """
-    variables = {PREFIX + name.upper(): value for name, value in choices.items() if value is not None}
+    variables = {variable_of(name): value for name, value in choices.items() if value is not None}
     FrontSettings.from_environment({**os.environ, **variables})  # fail now, not once vLLM is up
     reads = document_reads({**os.environ, **variables})
     document_cache({}, {**os.environ, **variables})

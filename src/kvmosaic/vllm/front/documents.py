@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvmosaic.api.errors import RETRY_SECONDS, ApiError
 from kvmosaic.api.served_documents import ServedDocuments, check_length, most_chunk_tokens
 from kvmosaic.api.warming import WarmedDocument, WarmJob
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.config import StoreConfig
 from kvmosaic.documents import DocumentDraft, DocumentStore, StoredDocument, StoreLimits, document_place
 from kvmosaic.errors import KVMosaicError, PromptTooLong
@@ -23,7 +24,6 @@ from kvmosaic.layout import context_with
 from kvmosaic.prompt import Document
 from kvmosaic.vllm.contract import FIELD, Composition, EncodedRequest, composed
 from kvmosaic.vllm.front.pool_updates import PoolUpdates, api_error, ask
-from kvmosaic.vllm.front.settings import TENANT
 from kvmosaic.web import documents, files
 from kvmosaic.web.errors import NO_TELEMETRY, add_error_replies, as_api_error
 from kvmosaic.web.request_body import BodyRules, RequestBodyMiddleware
@@ -106,7 +106,7 @@ def document_app(front: ComposedDocuments) -> FastAPI:
         upload_setting="KVMOSAIC_MAX_DOCUMENTS_BYTES",
         full=_full,
         in_thread=lambda tenant, work, *args: front.in_thread(work, *args),
-        tenant_of=lambda scope: TENANT,
+        tenant_of=lambda scope: DEFAULT_TENANT,
         has_tenants=False,
     )
     app.add_middleware(RequestBodyMiddleware, rules=rules)
@@ -133,7 +133,9 @@ class FrontDocuments(ServedDocuments):
     num_warmed_at_once = 4
 
     def __init__(self, front: ComposedDocuments, scope: Scope) -> None:
-        super().__init__(front.documents, TENANT, front.settings.store.max_body_bytes, "KVMOSAIC_MAX_BODY_BYTES")
+        super().__init__(
+            front.documents, DEFAULT_TENANT, front.settings.store.max_body_bytes, "KVMOSAIC_MAX_BODY_BYTES"
+        )
         self._front = front
         self._scope = scope
         self._updates = PoolUpdates(front, scope)
@@ -268,7 +270,7 @@ class Warming:
         store, renderer = self._front.documents, self._front.renderer(self._scope)
         try:
             if isinstance(document, str):
-                document = store.get(TENANT, document).content
+                document = store.get(DEFAULT_TENANT, document).content
             prompt = renderer.warming([document], self._body).without_texts()
             context = context_with(self._body.companions, self._body.chunk_context)
             how = self._front.settings.how.updated({"chunk_context": context, "repair": "none"})

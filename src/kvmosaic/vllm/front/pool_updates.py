@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope
 
 from kvmosaic.api.errors import ApiError, for_clients, known_error
+from kvmosaic.cache import DEFAULT_TENANT
 from kvmosaic.documents import DocumentStore, StoredDocument, label_in, shown_name
 from kvmosaic.vllm.contract import DEFAULT_PRIORITY, FIELD, UPDATE, Composition
-from kvmosaic.vllm.front.settings import TENANT
 
 if TYPE_CHECKING:
     from kvmosaic.vllm.front.middleware import ComposedDocuments
@@ -92,7 +92,7 @@ def with_stored_documents(composition: Composition, store: DocumentStore) -> Com
     if not any(labels):
         return composition
     names = [name for name, label in zip(composition.ids, labels, strict=True) if name and label]
-    owners = store.owners(TENANT, names)
+    owners = store.owners(DEFAULT_TENANT, names)
     documents = [owners.get(name or "") for name in composition.ids]
     pins = tuple(int(_is_pinned(document, label)) for document, label in zip(documents, labels, strict=True))
     changes = tuple(0 if document is None else document.change for document in documents)
@@ -135,8 +135,8 @@ class PoolUpdates:
         """Texts that are no longer current: released, if no request can read them any more."""
         store = self._front.documents
         store.in_grace_period()  # forgets the ones of long ago
-        labels = [text.label for text in store.take_superseded() if text.tenant == TENANT]
-        owners = store.owners(TENANT, labels) if labels else {}
+        labels = [text.label for text in store.take_superseded() if text.tenant == DEFAULT_TENANT]
+        owners = store.owners(DEFAULT_TENANT, labels) if labels else {}
         return {
             label: {"pinned": False, "change": owners[label].change} if label in owners else None for label in labels
         }
