@@ -302,6 +302,8 @@ def test_repair_and_overlap_are_shown(server: RunningServer, screen: Screen) -> 
     )
     assert [name for name, _ in screen.segments("#answer-strip")] == ["system", "document", "repair", "question"]
     assert screen.segments("#answer-strip")[2][1] == "repaired"
+    told = {"repaired_tokens": 9, "document_tokens": 9, "milliseconds": 2}
+    assert screen.run("return repairWords(arguments[0])", {"policy": "full", **told}) == "documents read in full"
     words = (
         "known.server.is_toy = arguments[0]; return compositionWords('composed (shared): they do not see each other')"
     )
