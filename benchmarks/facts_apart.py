@@ -3,8 +3,8 @@
     python benchmarks/facts_apart.py MODEL --name qwen2.5-coder-0.5b --engine transformers --xquad xquad.en.json
 
 Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, about one of five
-paragraphs, of up to sixteen snippets of one article or two, and of all paragraphs of two to four. An answer is right if
-it has the accepted words.
+paragraphs, of up to sixteen snippets of one article or two, and of all paragraphs of two to four. The made-up documents
+stand alone, or each in a paragraph of an article. An answer is right if it has the accepted words.
 Writes results/facts-apart-NAME.json after every few questions, and a table beside it.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -71,6 +72,20 @@ def paragraphs(path: Path, count: int, articles: int) -> Iterator[Case]:
     yield from cases[:count]
 
 
+def in_paragraphs(cases: Iterable[Case], path: Path) -> Iterator[Case]:
+    """The same questions where each document is a paragraph, of any article, with the document's text inside."""
+    chance = Random(7)
+    data = json.loads(path.read_text(encoding="utf-8"))["data"]
+    texts = [paragraph["context"] for article in data for paragraph in article["paragraphs"]]
+    for case in cases:
+        documents = []
+        for document, text in zip(case.documents, chance.sample(texts, len(case.documents)), strict=True):
+            sentences = list(snippets(text, 1))
+            sentences.insert(chance.randint(1, len(sentences)), document.text.strip())
+            documents.append(replace(document, text=" ".join(sentences)))
+        yield replace(case, documents=tuple(documents))
+
+
 def snippets(text: str, words: int) -> Iterator[str]:
     """Its sentences in groups of at least so many words, but for the last one."""
     group = ""
@@ -118,6 +133,7 @@ def main() -> None:
     tasks = (OneHop(), OneHop(16), TwoHop())
     sets = {str(task): iter(task.cases(21, given.count)) for task in tasks}
     if given.xquad:
+        sets |= {f"{task} in paragraphs": in_paragraphs(task.cases(21, given.count), given.xquad) for task in tasks}
         sets[f"one paragraph of {PARAGRAPHS}"] = articles(given.xquad, given.count)
         for count in (2, 3, 4):
             sets[f"paragraphs of {count} articles"] = paragraphs(given.xquad, given.count, count)
