@@ -17,7 +17,7 @@ from support.server import RunningServer
 from typer.testing import CliRunner, Result
 
 from kvmosaic.cli import app
-from kvmosaic.entries import read_header
+from kvmosaic.entries.entry import read_file_header
 
 TEXT = "House {0} has {0} doors and {1} windows, and stands in street {2}. " * 4
 
@@ -160,7 +160,7 @@ def test_patterns_choose_files_in_sub_folders(tiny_model: Path, tmp_path: Path, 
     (tmp_path / "texts" / ".hidden" / "page.html").write_text("Hidden.")
     assert warm(tiny_model, tmp_path / "texts", "--chunk-tier", url, "--glob", "**/*.html")["documents"] == 1
     (entry,) = files(tmp_path / "tier")
-    assert read_header(entry.read_bytes()).names == ("deep/er/page.html",)
+    assert read_file_header(entry.read_bytes()).header.names == ("deep/er/page.html",)
     for pattern, said in {
         "../*.txt": "leads out of",
         "/*.txt": "leads out of",
@@ -230,7 +230,7 @@ def test_run_and_check_use_tiers(tiny_model: Path, tmp_path: Path, url: str) -> 
     tiers, folder = ("--chunk-tier", url, "--chunk-codec", "int8"), write(tmp_path / "texts", 3)
     asked = ("run", tiny_model, "--documents", folder, "-q", "Where?", "--max-tokens", "2", "--json", *ONE_COPY)
     assert run(*asked, *tiers).exit_code == 0
-    assert [read_header(path.read_bytes()).codec for path in files(tmp_path / "tier")] == ["int8"] * 3
+    assert [read_file_header(path.read_bytes()).header.codec for path in files(tmp_path / "tier")] == ["int8"] * 3
     result = run("check", tiny_model, *tiers, COLUMNS="200")
     assert result.exit_code == 0 and "came back" in result.stdout and len(files(tmp_path / "tier")) == 3
     result = run("check", tiny_model, "--chunk-tier", "redis://localhost:1/0")

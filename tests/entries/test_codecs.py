@@ -10,8 +10,9 @@ from entries.entries import expectation, header, same_bits, stored, tensors
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from kvmosaic.entries import choose_codec, decode_entry, encode_entry, read_header
+from kvmosaic.entries import choose_codec, decode_entry, encode_entry
 from kvmosaic.entries.codec import CODECS, GROUP, Int8, group_size
+from kvmosaic.entries.entry import read_file_header
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.layers import LayerGeometry
 
@@ -89,7 +90,7 @@ def test_numbers_that_no_scale_can_hold_are_stored_as_they_are(dtype, number):
     chunk = tensors(head)
     chunk[1][0][3, 0, 2] = torch.finfo(dtype).max if number == "end" else number
     entry = encode_entry(head, chunk)
-    assert read_header(entry).codec == "none"
+    assert read_file_header(entry).header.codec == "none"
     assert same_bits(decode_entry(entry, expectation(head)).layers, chunk)
 
 
@@ -103,7 +104,7 @@ def test_large_but_usable_numbers_stay_finite(dtype):
     ]
     found = stored(70, dtype=dtype, codec="int8")
     entry = encode_entry(head, chunk)
-    assert read_header(entry).codec == "int8"
+    assert read_file_header(entry).header.codec == "int8"
     decoded = replace(found, entry=bytes(entry)).decode().layers
     assert all(tensor.isfinite().all() for pair in decoded for tensor in pair if tensor is not None)
 

@@ -19,8 +19,8 @@ from kvmosaic.entries import (
     EntryBound,
     decode_entry,
     encode_entry,
-    read_header,
 )
+from kvmosaic.entries.entry import read_file_header
 from kvmosaic.entries.header import MAX_NAMES, MAX_TEXT
 from kvmosaic.entries.verification import num_file_header_bytes
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidConfig, OtherSecret
@@ -57,7 +57,7 @@ def test_without_a_codec_every_bit_comes_back(layers, dtype, num_tokens, data):
     found = decode_entry(entry, expectation(head), secret)
     assert same_bits(found.layers, chunk)
     assert found.header == head
-    assert read_header(entry[: num_file_header_bytes(entry[:128])]) == found.header
+    assert read_file_header(entry[: num_file_header_bytes(entry[:128])]).header == found.header
 
 
 @given(layers=geometries(), codec=st.sampled_from(["none", "int8"]), num_tokens=st.integers(1, 130))
@@ -204,7 +204,7 @@ def test_codecs_of_other_versions_are_foreign(codec):
     if codec in ("none", "int8"):
         assert entry == chunk.entry
         return
-    for read in (chunk.decode, read_header):
+    for read in (chunk.decode, read_file_header):
         with pytest.raises(ForeignEntry, match=f"codec '{codec}'.*computed again"):
             read(entry)
 

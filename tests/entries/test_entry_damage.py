@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from kvmosaic.entries import read_header
+from kvmosaic.entries.entry import read_file_header
 from kvmosaic.entries.verification import num_file_header_bytes
 from kvmosaic.errors import DamagedEntry, ForeignEntry, InvalidEntry
 from kvmosaic.layers import LayerGeometry
@@ -98,7 +98,7 @@ def test_zeros_where_a_block_of_the_disk_was_lost_are_noticed():
 def test_random_bytes_are_no_entry(data):
     assert is_noticed(PLAIN, data)
     with suppress(InvalidEntry):
-        read_header(data)
+        read_file_header(data)
     assert is_noticed(PLAIN, PLAIN.entry[:127] + data)
 
 
@@ -110,7 +110,7 @@ mutations = st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=6), st.intege
 def is_right_or_refused(chunk: Stored, entry: bytes) -> None:
     """Decoding refuses it, or gives what was stored; reading its header refuses it, or not."""
     with suppress(InvalidEntry):
-        read_header(entry)
+        read_file_header(entry)
     with suppress(InvalidEntry):
         assert same_bits(chunk.decode(entry).layers, chunk.decode().layers)
 
@@ -218,7 +218,7 @@ def test_a_header_that_would_become_many_objects_is_not_parsed():
     metadata = PLAIN.table["__metadata__"]
     text = json.dumps({"__metadata__": metadata, "x": []}, separators=(",", ":")).encode()
     with pytest.raises(DamagedEntry, match="brackets and commas, at most 262144"):
-        read_header(PLAIN.resealed(text.replace(b"[]}", b"[" + b"{}," * 400_000 + b"{}]}")))
+        read_file_header(PLAIN.resealed(text.replace(b"[]}", b"[" + b"{}," * 400_000 + b"{}]}")))
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**24, 2**24 - 7, 2**31, 2**63, 2**64 - 1])
@@ -250,6 +250,6 @@ def test_any_codes_with_a_right_checksum_do_not_crash():
 
 def test_a_header_can_be_read_from_the_first_bytes_alone():
     begin = PLAIN.entry[: num_file_header_bytes(PLAIN.entry[:128])]
-    assert read_header(begin) == PLAIN.header
+    assert read_file_header(begin).header == PLAIN.header
     with pytest.raises(DamagedEntry, match="cut short"):
-        read_header(begin[:-1])
+        read_file_header(begin[:-1])

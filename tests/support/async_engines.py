@@ -40,8 +40,8 @@ async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
     started.start()
     try:
         yield started
-        end = time.monotonic() + 20
-        while started._thread.is_busy:
+        end, thread = time.monotonic() + 20, started._thread
+        while thread._commands or thread._closed or engine.has_unfinished_requests:
             assert time.monotonic() < end, "something is still under way"
             await asyncio.sleep(0.01)
     finally:

@@ -96,7 +96,7 @@ class CopyingEngine:
         if layout.is_moved:
             self.capabilities.require(Capability.MOVE_KEYS, f"position_strategy={layout.strategy!r}")
         if self._model.max_positions is not None:
-            check_length(layout, self._model.max_positions, 1)
+            check_length(layout.last.end, self._model.max_positions, 1)
         return layout
 
     def add_request(

@@ -250,7 +250,7 @@ class Engine:
         )
         placed = self.placer.place(prompt, repair=repair, strategy=position_strategy, context=chunk_context)
         if self.max_positions is not None:
-            check_length(placed.layout, self.max_positions, scoring.num_tokens)
+            check_length(placed.layout.last.end, self.max_positions, scoring.num_tokens)
         if placed.repair is None or not placed.repair.is_measuring:
             placed = replace(placed, layout=scoring.continued(placed.layout))
         return self._queue(placed, SamplingParams(max_tokens=1), request_id, priority=priority, scoring=scoring)

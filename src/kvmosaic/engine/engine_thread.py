@@ -91,12 +91,6 @@ class EngineThread:
         """For how long the engine may have changed without new figures; 0 while it is idle."""
         return 0.0 if self._is_waiting else max(time.monotonic() - self.figures.time, 0.0)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether any request or command is in flight."""
-        with self._changed:
-            return not self._has_ended and bool(self._commands or self._closed or self.engine.has_unfinished_requests)
-
     def start(self) -> None:
         """Starts the thread; does nothing while it runs.
 

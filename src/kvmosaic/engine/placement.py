@@ -313,7 +313,7 @@ class Placer:
         if window is not None:
             check_positions(window, layout, max_positions)
         elif max_positions is not None:
-            check_length(layout, max_positions, 0 if chunks_only else 1)
+            check_length(layout.last.end, max_positions, 0 if chunks_only else 1)
         if reason := model.why_unreadable(layout):
             raise InvalidPrompt(reason)
         return layout

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         EntryExpectation,
         decode_entry,
         encode_entry,
-        read_header,
     )
     from kvmosaic.entries.header import CodecName, DtypeName, EntryHeader
     from kvmosaic.entries.verification import (
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 # Names are imported on first use: headers are read without torch.
 _HOMES = {
     "codec": ("choose_codec",),
-    "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"),
+    "entry": ("DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry"),
     "header": ("CodecName", "DtypeName", "EntryHeader"),
     "verification": (
         "Checksum",

@@ -53,7 +53,7 @@ _WAYS_OUT = {
     "states": "the layers of the model have another state",
     "dtype": "load the model in the same dtype, or give every dtype its own place",
 }
-__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry", "read_header"]
+__all__ = ["DecodedEntry", "EntryBound", "EntryExpectation", "decode_entry", "encode_entry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +171,6 @@ class EntryBound:
         header_bytes = self._text_bytes + 2 * TOKEN_BYTES * num_tokens  # as base64: 4/3
         payload_bytes = max_payload_bytes(self._shapes, self._dtype, num_tokens) + self.state_bytes
         return min(header_bytes, MAX_PREAMBLE_BYTES) + payload_bytes
-
-
-def read_header(start: Bytes) -> EntryHeader:
-    """Reads an entry's header from its first bytes: at least `num_file_header_bytes` of them.
-
-    For listings only: without all of the bytes, it cannot be verified.
-
-    Raises:
-        ForeignEntry: another version of the format, or a codec of another version.
-        DamagedEntry: not the start of an entry.
-    """
-    return read_file_header(start).header
 
 
 def decode_entry(entry: Bytes, expected: EntryExpectation, secret: str | None = None) -> DecodedEntry:

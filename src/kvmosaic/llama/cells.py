@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvmosaic.llama.state import SavedState, SequenceMemory, SequenceState, gather, joined, pack, parse, relabelled
+from kvmosaic.llama.library import LlamaContext
+from kvmosaic.llama.state import SavedState, SequenceState, gather, joined, pack, parse, relabelled
 from kvmosaic.llama.views import (
     UNLIMITED,
     Home,
@@ -52,7 +53,7 @@ class Cells:
 
     def __init__(
         self,
-        memory: SequenceMemory,
+        memory: LlamaContext,
         num_slots: int,
         max_moved: int,
         max_cells: int | None = None,
@@ -264,7 +265,7 @@ class Cells:
                 missing += run.num_tokens
         return missing + sum(home.num_cells for home in saved if home is not None and home.sequence is None)
 
-    def replace_memory(self, memory: SequenceMemory, max_cells: int) -> None:
+    def replace_memory(self, memory: LlamaContext, max_cells: int) -> None:
         """Goes on with an empty memory of so many cells, after `save_all`."""
         self.memory, self._max_cells = memory, max_cells
 

@@ -214,7 +214,7 @@ class _Batch:
 
 
 class LlamaContext:
-    """A context: forwards, and the memory of its sequences (a `SequenceMemory`)."""
+    """A context: forwards, and the memory of its sequences; ranges of positions are [first, last)."""
 
     def __init__(
         self, context: Any, vocab_size: int, num_sequences: int, max_rows: int, open_shifter: Callable[[], Shifter]
@@ -268,15 +268,18 @@ class LlamaContext:
         return np.ctypeslib.as_array(found).reshape(num_logits, self._vocab_size)
 
     def tag(self, source: int, target: int, first: int, last: int) -> None:
-        """See `SequenceMemory`."""
+        """Adds `target` to the sequences of the cells of `source` in a range."""
         self._library.llama_memory_seq_cp(self._memory, source, target, first, last)
 
     def untag(self, sequence: int, first: int = 0, last: int = -1) -> None:
-        """See `SequenceMemory`."""
+        """Removes a sequence from its cells in a range; -1: to its end. Cells without a sequence are free."""
         self._library.llama_memory_seq_rm(self._memory, sequence, first, last)
 
     def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
-        """See `SequenceMemory`. A small context does it: one in which any cell moves rotates all that it has."""
+        """Returns saved sequences, each moved by a distance: other positions, and keys rotated for them.
+
+        A small context does it: one in which any cell moves rotates all that it has.
+        """
         if self._shifter is None:
             self._shifter = self._open_shifter()
         return self._shifter.shifted(states)
@@ -292,7 +295,7 @@ class LlamaContext:
             self._library.llama_memory_seq_add(self._memory, sequence, 0, -1, distance)
 
     def save(self, sequence: int) -> bytearray:
-        """See `SequenceMemory`."""
+        """Returns the cells of a sequence: positions, keys and values."""
         if self._context is None:
             raise EngineStopped("the context of llama.cpp is closed")
         size = self._library.llama_state_seq_get_size(self._context, sequence)
@@ -303,7 +306,7 @@ class LlamaContext:
         return state
 
     def load(self, sequence: int, state: SavedState) -> None:
-        """See `SequenceMemory`."""
+        """Writes saved cells into free ones, for an empty sequence."""
         read = self._library.llama_state_seq_set_data(self._context, _address(state), len(state), sequence)
         if read != len(state):
             raise ModelError(f"llama.cpp loaded {read} of {len(state)} bytes of a sequence")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +60,7 @@ class TokenDifference(NamedTuple):
         return f"{self.text[:60]!r} becomes {found} from token {place} on, in llama.cpp {expected}"
 
 
-class TextTokenizer(Protocol):
-    """Makes tokens of a text as llama.cpp does."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text with control tokens, and those around it."""
-
-
-def token_differences(file: TextTokenizer, tokenizer: Any) -> tuple[TokenDifference, ...]:
+def token_differences(file: LlamaFile, tokenizer: Any) -> tuple[TokenDifference, ...]:
     """The texts that become other tokens in a transformers tokenizer than in llama.cpp."""
     pairs = ((text, list(tokenizer.encode(text)), file.tokenize(text)) for text in _texts(tokenizer))
     return tuple(TokenDifference(*pair) for pair in pairs if pair[1] != pair[2])

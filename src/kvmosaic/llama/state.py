@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,26 +244,3 @@ def _read_memory(state: SavedState, place: int, num_rotations: int) -> tuple[Mem
             place += count * width
         sides.append(tuple(layers))
     return MemoryState(positions, sides[0], sides[1], rotations), place
-
-
-class SequenceMemory(Protocol):
-    """KV memory of a llama.cpp context; ranges of positions are [first, last)."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences; their ids are 0 to num_sequences - 1."""
-
-    def tag(self, source: int, target: int, first: int, last: int) -> None:
-        """Adds `target` to the sequences of the cells of `source` in a range."""
-
-    def untag(self, sequence: int, first: int = 0, last: int = -1) -> None:
-        """Removes a sequence from its cells in a range; -1: to its end. Cells without a sequence are free."""
-
-    def shifted(self, states: Sequence[tuple[SequenceState, int]]) -> list[SequenceState]:
-        """Returns saved sequences, each moved by a distance: other positions, and keys rotated for them."""
-
-    def save(self, sequence: int) -> SavedState:
-        """Returns the cells of a sequence: positions, keys and values."""
-
-    def load(self, sequence: int, state: SavedState) -> None:
-        """Writes saved cells into free ones, for an empty sequence."""

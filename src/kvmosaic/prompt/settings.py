@@ -48,26 +48,12 @@ class PromptSettings(Protocol):
         """Texts that documents see with chunk_context "companions"; see `kvmosaic.prompt.companions`."""
 
 
-class _Ends(Protocol):
-    @property
-    def end(self) -> int: ...
-
-
-class _HasLast(Protocol):
-    """A layout, as far as `check_length` needs it."""
-
-    @property
-    def last(self) -> _Ends:
-        """The span that the answer extends; no other ends later."""
-
-
-def check_length(layout: _HasLast, max_positions: int, max_new_tokens: int = 1) -> int:
-    """Returns how many tokens remain for the answer.
+def check_length(end: int, max_positions: int, max_new_tokens: int = 1) -> int:
+    """Returns how many tokens remain for the answer to a prompt that ends before this position.
 
     Raises:
         PromptTooLong: the prompt and `max_new_tokens` need more than `max_positions`.
     """
-    end = layout.last.end
     if end + max_new_tokens > max_positions:
         answer = "1 token" if max_new_tokens == 1 else f"{max_new_tokens} tokens"
         raise PromptTooLong(

@@ -224,19 +224,7 @@ def _check_fraction(name: str, fraction: object) -> None:
         )
 
 
-class Choosable(Protocol):
-    """The facts of a chunk that selection needs; `ChunkSignals` has them."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chunk."""
-
-    @property
-    def num_open(self) -> int:
-        """Tokens that may be chosen."""
-
-
-def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
+def budget_of(chunks: Sequence[ChunkSignals], fraction: float) -> int:
     """A fraction of all chunks' tokens: rounded down, but at least one if any may be chosen."""
     num_open = sum(chunk.num_open for chunk in chunks)
     share = fraction * sum(chunk.num_tokens for chunk in chunks)
@@ -244,7 +232,7 @@ def budget_of(chunks: Sequence[Choosable], fraction: float) -> int:
 
 
 def highest_scored(
-    chunks: Sequence[Choosable], scores: Sequence[Sequence[float]], fraction: float
+    chunks: Sequence[ChunkSignals], scores: Sequence[Sequence[float]], fraction: float
 ) -> list[Sequence[int]]:
     """For every chunk the indexes of its chosen tokens, ascending; ties go to the earlier token."""
     budget = budget_of(chunks, fraction)
@@ -262,7 +250,7 @@ def highest_scored(
     return [sorted(tokens) for tokens in chosen]
 
 
-def checked_choice(chunks: Sequence[Choosable], chosen: Sequence[Sequence[int]], policy: object) -> list[list[int]]:
+def checked_choice(chunks: Sequence[ChunkSignals], chosen: Sequence[Sequence[int]], policy: object) -> list[list[int]]:
     """A policy's choice, sorted and without exact chunks.
 
     Raises:
@@ -277,7 +265,7 @@ def checked_choice(chunks: Sequence[Choosable], chosen: Sequence[Sequence[int]],
     return checked
 
 
-def _checked_token(token: SupportsIndex, number: int, chunk: Choosable, policy: object) -> int:
+def _checked_token(token: SupportsIndex, number: int, chunk: ChunkSignals, policy: object) -> int:
     index = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else operator.index(token)
     if not 0 <= index < chunk.num_tokens:
         raise InvalidRepair(

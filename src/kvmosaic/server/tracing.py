@@ -284,10 +284,6 @@ class Tracing:
         trace = RequestTrace(self._tracer, context, method, self._model_name, self._clock)
         return trace if trace.is_recording else None
 
-    def flush(self) -> None:
-        """Sends all spans that have ended; blocks."""
-        self._processor.force_flush()
-
     def close(self) -> None:
         """Sends the last spans, for a few seconds at most; blocks. Later spans are dropped."""
         closing = threading.Thread(target=self._shut_down, name="kvmosaic-spans", daemon=True)

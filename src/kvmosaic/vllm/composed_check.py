@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,18 +41,6 @@ class CheckResult:
     passed: bool
 
 
-class Engine(Protocol):
-    """What is asked of vLLM here."""
-
-    config: Any
-    block_size: int
-
-    def answer(
-        self, token_ids: Sequence[int], composition: Composition | None = None, *, max_tokens: int = 1, **prompt: Any
-    ) -> Any:
-        """The output for a prompt, greedy, with some log-probabilities."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """Token ids of one prompt."""
@@ -69,7 +57,7 @@ class _Parts:
 class ComposedCheck:
     """Prompts of a system text, two documents and a question, in all ways in which vLLM can compose them here."""
 
-    def __init__(self, engine: Engine, tokens: Callable[[int], Sequence[int]], reference: DenseReference | str) -> None:
+    def __init__(self, engine: Any, tokens: Callable[[int], Sequence[int]], reference: DenseReference | str) -> None:
         """Takes the engine, tokens of ordinary text, and the reference or why there is none."""
         size = engine.block_size
         lengths = (size // 2 + 3, size + 11, size // 2 + 5, 9)

@@ -145,7 +145,7 @@ def test_endpoint_that_cannot_be_reached_costs_one_line(
         assert server.services.tracing is not None
         for _ in range(5):
             ask(server)
-            server.services.tracing.flush()
+            server.services.tracing._processor.force_flush()
     lines = [record.getMessage() for record in caplog.records if "spans of requests are not sent" in record.message]
     assert len(lines) == 1 and NOWHERE in lines[0]
     assert "opentelemetry" not in capfd.readouterr().err

@@ -45,7 +45,7 @@ class Traced:
 
         def is_sent() -> bool:
             assert self.server.services.tracing is not None
-            self.server.services.tracing.flush()
+            self.server.services.tracing._processor.force_flush()
             return any(span.kind is SpanKind.SERVER for span in self.exporter.get_finished_spans())
 
         wait_until(is_sent)
@@ -82,7 +82,7 @@ def running() -> Iterator[Traced]:
 @pytest.fixture
 def traced(running: Traced) -> Traced:
     assert running.server.services.tracing is not None
-    running.server.services.tracing.flush()
+    running.server.services.tracing._processor.force_flush()
     running.exporter.clear()
     return running
 

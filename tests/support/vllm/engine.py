@@ -207,7 +207,7 @@ class VLLMEngine(InferenceEngine):
         strategy, context = self._facts.placing(how, prompt.num_tokens)
         layout = arrange(with_kin(prompt), strategy, context)
         if self._capabilities.max_positions is not None:
-            check_length(layout, self._capabilities.max_positions, 1)
+            check_length(layout.last.end, self._capabilities.max_positions, 1)
         return layout
 
     def _add(

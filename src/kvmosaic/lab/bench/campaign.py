@@ -43,7 +43,7 @@ class Campaign:
     seed: int = 0
 
 
-def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
+def run_campaign(campaign: Campaign, watcher: ProgressBar) -> BenchReport:
     """Measures everything.
 
     Raises:
@@ -59,7 +59,7 @@ def run_campaign(campaign: Campaign, watcher: Watcher) -> BenchReport:
         torch.set_num_threads(threads_before)
 
 
-def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, begin: float) -> BenchReport:
+def _run(campaign: Campaign, watcher: ProgressBar, stack: ExitStack, scratch: Path, begin: float) -> BenchReport:
     machine = facts(campaign.peers.threads)
     watcher.stage(f"loading {campaign.model}")
     subject = open_subject(campaign.model, campaign.dtypes, scratch)
@@ -94,7 +94,7 @@ def _run(campaign: Campaign, watcher: Watcher, stack: ExitStack, scratch: Path, 
     )
 
 
-def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: Watcher) -> tuple[list[BenchRow], bool]:
+def _measure_all(workloads: list[Workload], peers: list[Peer], watcher: ProgressBar) -> tuple[list[BenchRow], bool]:
     """Returns the rows of all workloads; after an interrupt, the finished ones, and True."""
     rows: list[BenchRow] = []
     try:
@@ -151,20 +151,7 @@ def bench(campaign: Campaign, output: Path | None, *, as_json: bool = False) -> 
     return report
 
 
-class Watcher:
-    """Progress callbacks of long work; this one does nothing."""
-
-    def stage(self, what: str) -> None:
-        """A stage without a known length begins."""
-
-    def total(self, count: int) -> None:
-        """Announces the number of answers."""
-
-    def answered(self, what: str) -> None:
-        """One more answer is finished."""
-
-
-class ProgressBar(Watcher):
+class ProgressBar:
     """Progress line with the current stage and the remaining answers."""
 
     def __init__(self, notices: Console) -> None:
@@ -183,16 +170,16 @@ class ProgressBar(Watcher):
         self._progress.stop()
 
     def stage(self, what: str) -> None:
-        """See `Watcher.stage`."""
+        """A stage without a known length begins."""
         self._progress.update(self._task, description=what, total=None)
         self._say(what)
 
     def total(self, count: int) -> None:
-        """See `Watcher.total`."""
+        """Announces the number of answers."""
         self._progress.update(self._task, total=count, completed=0)
 
     def answered(self, what: str) -> None:
-        """See `Watcher.answered`."""
+        """One more answer is finished."""
         self._progress.update(self._task, description=what, advance=1)
         self._say(what.split(":")[0])
 

@@ -34,7 +34,7 @@ from kvmosaic.server.generation.tool_answers import Block, BlockAnswer, BlockSte
 from kvmosaic.server.generation.usage import ReplyReport, UsageTotals
 from kvmosaic.server.tenants import Tenant, current_tenant
 from kvmosaic.tools import CallStart, ContentText, ReasoningText
-from kvmosaic.web.errors import streamed
+from kvmosaic.web.errors import error_replies, streamed
 from kvmosaic.web.json_body import route_class, warn
 from kvmosaic.web.sse import StreamForm, event, open_stream
 
@@ -153,19 +153,7 @@ def usage_of(tally: UsageTotals) -> MessagesUsage:
 
 def messages_error_replies() -> dict[int | str, dict[str, Any]]:
     """The declared errors of these routes."""
-    meanings = {
-        400: "invalid_request_error: something in the request cannot be used.",
-        401: "authentication_error: no API key, or an unknown one.",
-        404: "not_found_error: an unknown model, or a document that is not stored.",
-        413: "request_too_large: the body is too large.",
-        429: "rate_limit_error: too many requests wait, or a quota is used up; see Retry-After.",
-        500: "api_error: something failed inside.",
-        503: "overloaded_error: the server is shutting down, or its engine has stopped.",
-    }
-    known: dict[int | str, dict[str, Any]] = {
-        status: {"model": MessagesError, "description": meaning} for status, meaning in meanings.items()
-    }
-    return {**known, "default": {"model": MessagesError, "description": "Any other error, in the same shape."}}
+    return {status: {**each, "model": MessagesError} for status, each in error_replies().items()}
 
 
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"

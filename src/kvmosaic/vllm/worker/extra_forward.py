@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -335,20 +335,10 @@ def find_limits(vllm_config: Any, kv_cache_config: Any) -> dict[str, Scope]:
     return {reason: scope for scope, reasons in is_set.items() for reason, holds in reasons.items() if holds}
 
 
-class Forward(Protocol):
-    """The interface of `ExtraForward` that a repairer uses."""
-
-    max_tokens: int
-    max_runs: int
-
-    def forward(self, runs: list[RepairedRun], *, compiled: bool = True) -> None:
-        """Computes the runs in one forward."""
-
-
 class Repairer:
     """Carries out the repairs of a step, of several requests at once."""
 
-    def __init__(self, nested: Forward) -> None:
+    def __init__(self, nested: ExtraForward) -> None:
         self._nested = nested
 
     def run(self, repairs: Iterable[RepairedRun], *, compiled: bool = True) -> int:

@@ -15,6 +15,7 @@ from kvmosaic.vllm.worker.in_place.step import InPlaceStep, OwnRows
 from kvmosaic.vllm.worker.key_rotation import arithmetic
 from kvmosaic.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.vllm.worker.trial.plan import trial_tokens
+from kvmosaic.vllm.worker.trial.rotation import clear
 
 NUM_BEFORE, NUM_ROWS, NUM_TOKENS = 5, 3, 11
 """Own tokens before the rows of the trial, its rows, and tokens of each of its two documents."""
@@ -51,7 +52,7 @@ def check_reading(places: KVLayout, reader: DocumentReader, nested: ExtraForward
         found = next((fault for request in requests if (fault := _fault_of_reads(places, reader, request))), "")
         if not found and nested is not None:
             found = _fault_of_text(places, reader, nested)
-        _clear(places, [1, *documents[0], *documents[1]])
+        clear(places, (1, *documents[0], *documents[1]))
     except Exception as error:  # vLLM must start, with copies, whatever its parts raise
         return f"the check of reading failed: {type(error).__name__}: {error}"[:400]
     return found
@@ -172,10 +173,3 @@ def _expected(place: LayerPlace, query: Tensor, keys: Tensor, values: Tensor, ow
     if sinks is not None:
         total = torch.logaddexp(total, sinks.double()[None])
     return torch.einsum("rhs,shd->rhd", torch.exp(scores - total[..., None]), values.repeat_interleave(group, 1))
-
-
-def _clear(places: KVLayout, blocks: list[int]) -> None:
-    slots = places.slots(blocks, 0, len(blocks) * places.block_size).to(places.device)
-    for place in places.layers:
-        keys, values = place.layout.read(slots)
-        place.layout.write(slots, torch.zeros_like(keys), None if values is None else torch.zeros_like(values))
