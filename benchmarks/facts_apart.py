@@ -4,7 +4,7 @@
 
 Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, about one of five
 paragraphs, of up to sixteen snippets of one article or two, and of all paragraphs of two to four. The made-up documents
-stand alone, or each in a paragraph of an article. An answer is right if it has the accepted words.
+are alone, or each in a paragraph of an article. An answer is right if it has the accepted words.
 Writes results/facts-apart-NAME.json after every few questions, and a table beside it.
 """
 
