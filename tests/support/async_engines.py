@@ -41,7 +41,7 @@ async def running(engine: Engine) -> AsyncIterator[AsyncEngine]:
     try:
         yield started
         end, thread = time.monotonic() + 20, started._thread
-        while thread._commands or thread._closed or engine.has_unfinished_requests:
+        while not thread._has_ended and (thread._commands or thread._closed or engine.has_unfinished_requests):
             assert time.monotonic() < end, "something is still under way"
             await asyncio.sleep(0.01)
     finally:
