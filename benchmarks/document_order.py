@@ -1,6 +1,6 @@
 """How near is near: composed reading beside full attention in the same order, and full attention in another order.
 
-    python scripts/fetch_xquad.py --to data
+    python scripts/fetch_xquad.py data
     python benchmarks/document_order.py MODEL --data data/xquad.en.json --name smollm2
     python benchmarks/document_order.py MODEL --data test.json --adapter near=adapter --name smollm2-adapted
 

@@ -1,6 +1,6 @@
 """What an adapter forgets: the model with and without it, on texts and questions that have no documents.
 
-    python scripts/fetch_xquad.py --to data
+    python scripts/fetch_xquad.py data
     python benchmarks/forgetting.py MODEL --adapter adapter --data data/xquad.en.json data/xquad.de.json --name smollm2
 
 kvmosaic serves ordinary prompts by the base model, to the bit. This asks what would change where the adapter is merged

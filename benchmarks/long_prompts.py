@@ -1,6 +1,6 @@
 """Answers beyond the positions a model was trained for: questions over documents of 1, 2, 4, … times as many tokens.
 
-    python scripts/fetch_xquad.py --to data
+    python scripts/fetch_xquad.py data
     python benchmarks/long_prompts.py MODEL --haystack data/xquad.en.json data/xquad.de.json --name smollm2
     python benchmarks/long_prompts.py reader --name reader
 

@@ -1,6 +1,6 @@
 """Nearness to full attention on real questions: puts results of `kvmosaic tune --json` into one table and one plot.
 
-    python scripts/fetch_xquad.py --to data
+    python scripts/fetch_xquad.py data
     kvmosaic tune MODEL --dtype float32 --data data/xquad.en.json --cases 200 --documents-per-prompt 3 \
         --strategies sequential --repair "none,first(8),query(0.08),query(0.15)" --json > "en, 3 documents.json"
     python benchmarks/nearness.py smollm2-xquad "en, 3 documents.json" "de, 3 documents.json"

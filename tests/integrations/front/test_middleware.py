@@ -217,6 +217,7 @@ def test_the_environment_says_what_requests_leave_out() -> None:
     said = {
         "KVMOSAIC_CHUNK_SEPARATOR": "@@", "KVMOSAIC_REPAIR": "first(8)", "KVMOSAIC_POSITION_STRATEGY": "shared",
         "KVMOSAIC_DOCUMENT_TTL": "0", "KVMOSAIC_MAX_DOCUMENTS": "3", "KVMOSAIC_UNRELATED": "x",
+        "CHUNK_SEPARATOR": "##", "MAX_DOCUMENTS": "4", "REPAIR": "full", "PREAMBLE": "another program's",
     }  # fmt: skip
     settings = FrontSettings.from_environment(said)
     assert settings.prompts.chunk_separator == "@@"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmosaic.config import (
-    ENV_PREFIX,
     ChunkCacheConfig,
     StoreConfig,
     configured,
@@ -51,9 +50,8 @@ class FrontSettings:
         Raises:
             InvalidConfig, InvalidPreamble: a variable with an invalid value; the message names it.
         """
-        said = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in environ.items() if value}
-        known = {*PROMPT_SETTINGS, *settings_of(StoreConfig)}
-        given: dict[str, Any] = {name: said[name] for name in FIELDS if name in said}
-        for name in known & set(said):
-            given[name] = setting_named(name).parse(variable_of(name), said[name])
+        known = (*FIELDS, *PROMPT_SETTINGS, *settings_of(StoreConfig))
+        given: dict[str, Any] = {name: environ[variable_of(name)] for name in known if environ.get(variable_of(name))}
+        for name in given.keys() - FIELDS:
+            given[name] = setting_named(name).parse(variable_of(name), given[name])
         return cls.of(**{"documents_dir": None, **given})
