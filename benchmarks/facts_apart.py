@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from facts import RESULTS, save
 
@@ -27,17 +28,21 @@ from kvmosaic.lab.eval.case_measurement import contains_any
 from kvmosaic.lab.eval.tasks import OneHop, TwoHop
 from kvmosaic.prompt import Document
 
-WAYS = {"full": "full", "default": None, "none": "none", "first(8)": "first(8)"}
+POLICIES = ("none", "first(8)", "names", "query(0.05)", "query(0.08)", "query(0.15)", "query(0.3)")
+BESIDE = ("of its kind", "of prose")
+"""Companions: three documents of another question of the set, or three paragraphs, and not the built-in one."""
+WAYS = ("full", "default", *POLICIES, *(f"{policy}, {beside}" for policy in POLICIES for beside in BESIDE))
+Articles = list[dict[str, Any]]
+"""The data of XQuAD."""
 SYSTEM = "Answer the question from the documents. Copy the words of the answer, nothing else."
 PARAGRAPHS, SNIPPETS, QUESTIONS, TURN = 5, 16, 7, 3
 PIECES = ((20, 1), (40, 1), (65, 1), (90, 1), (65, 2), (110, 2))
 """Snippets of whole sentences, at least so many words, of so many articles."""
 
 
-def articles(path: Path, count: int, words: int = 0, together: int = 1) -> Iterator[Case]:
+def about_one(data: Articles, count: int, words: int = 0, together: int = 1) -> Iterator[Case]:
     """A question about each paragraph, with others of its article; or about snippets of them of so many words."""
     chance, cases = Random(5), []
-    data = json.loads(path.read_text(encoding="utf-8"))["data"]
     for number, article in enumerate(data):
         near = (data * 2)[number : number + together]
         texts = [paragraph["context"] for each in near for paragraph in each["paragraphs"]]
@@ -50,15 +55,14 @@ def articles(path: Path, count: int, words: int = 0, together: int = 1) -> Itera
             if len(right) == 1:
                 shown = right + chance.sample(others, min(len(others), (SNIPPETS if words else PARAGRAPHS) - 1))
                 documents = tuple(Document(text) for text in chance.sample(shown, len(shown)))
-                cases.append(Case(asked["id"], path.stem, asked["question"], answers, documents, SYSTEM))
+                cases.append(Case(asked["id"], "xquad", asked["question"], answers, documents, SYSTEM))
     chance.shuffle(cases)
     yield from cases[:count]
 
 
-def paragraphs(path: Path, count: int, articles: int) -> Iterator[Case]:
+def paragraphs(data: Articles, count: int, articles: int) -> Iterator[Case]:
     """Questions about paragraphs of so many articles, all of them shown: seven questions with the same documents."""
     chance, cases = Random(6), list[Case]()
-    data = json.loads(path.read_text(encoding="utf-8"))["data"]
     for number in range(0, len(data) - articles + 1, articles):
         shown = [paragraph for article in data[number : number + articles] for paragraph in article["paragraphs"]]
         chance.shuffle(shown)
@@ -67,15 +71,14 @@ def paragraphs(path: Path, count: int, articles: int) -> Iterator[Case]:
             question = chance.choice(paragraph["qas"])
             answers = tuple(answer["text"] for answer in question["answers"])
             if sum(contains_any(each["context"], answers) for each in shown) == 1:
-                asked.append(Case(question["id"], path.stem, question["question"], answers, documents, SYSTEM))
+                asked.append(Case(question["id"], "xquad", question["question"], answers, documents, SYSTEM))
         cases += chance.sample(asked, min(len(asked), QUESTIONS))
     yield from cases[:count]
 
 
-def in_paragraphs(cases: Iterable[Case], path: Path) -> Iterator[Case]:
+def in_paragraphs(cases: Iterable[Case], data: Articles) -> Iterator[Case]:
     """The same questions where each document is a paragraph, of any article, with the document's text inside."""
     chance = Random(7)
-    data = json.loads(path.read_text(encoding="utf-8"))["data"]
     texts = [paragraph["context"] for article in data for paragraph in article["paragraphs"]]
     for case in cases:
         documents = []
@@ -98,14 +101,18 @@ def snippets(text: str, words: int) -> Iterator[str]:
         yield group
 
 
-def answered(llm: LLM, case: Case, ways: Sequence[str]) -> tuple[int, dict[str, float]]:
+Companions = Mapping[str, Sequence[str] | None]
+
+
+def answered(llm: LLM, case: Case, ways: Sequence[str], companions: Companions) -> tuple[int, dict[str, float]]:
     """Tokens of the prompt, and 1 for every way in which the answer is right."""
     documents = [{"text": each.text, "title": each.title} for each in case.documents]
     said = [{"role": "system", "content": case.system or ""}, {"role": "user", "content": case.question}]
     num_tokens, right = 0, {}
     for way in ways:
-        params = SamplingParams(temperature=0, max_tokens=24, repair=WAYS[way])
-        (output,) = llm.chat(said, params, documents=documents)
+        policy, _, beside = way.partition(", ")
+        params = SamplingParams(temperature=0, max_tokens=24, repair=None if policy == "default" else policy)
+        (output,) = llm.chat(said, params, documents=documents, companions=companions[beside])
         num_tokens = len(output.prompt_token_ids)
         right[way] = contains_any(output.outputs[0].text, case.answers)
     return num_tokens, right
@@ -128,26 +135,32 @@ def main() -> None:
     options.add_argument("--count", type=int, default=150)
     options.add_argument("--xquad", type=Path)
     options.add_argument("--sets", nargs="+", help="only these, as they are called in the results")
-    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:4])
     given = options.parse_args()
-    tasks = (OneHop(), OneHop(16), TwoHop())
-    sets = {str(task): iter(task.cases(21, given.count)) for task in tasks}
+    tasks, count, prose = (OneHop(), OneHop(16), TwoHop()), given.count + 1, None
+    sets = {str(task): iter(task.cases(21, count)) for task in tasks}
     if given.xquad:
-        sets |= {f"{task} in paragraphs": in_paragraphs(task.cases(21, given.count), given.xquad) for task in tasks}
-        sets[f"one paragraph of {PARAGRAPHS}"] = articles(given.xquad, given.count)
-        for count in (2, 3, 4):
-            sets[f"paragraphs of {count} articles"] = paragraphs(given.xquad, given.count, count)
+        data: Articles = json.loads(given.xquad.read_text(encoding="utf-8"))["data"]
+        prose = [article["paragraphs"][3]["context"] for article in data[-3:]]
+        sets |= {f"{task} in paragraphs": in_paragraphs(task.cases(21, count), data) for task in tasks}
+        sets[f"one paragraph of {PARAGRAPHS}"] = about_one(data, count)
+        for number in (2, 3, 4):
+            sets[f"paragraphs of {number} articles"] = paragraphs(data, count, number)
         for words, together in PIECES:
             name = f"snippets of {words} words" + (", two articles" if together == 2 else "")
-            sets[name] = articles(given.xquad, given.count, words, together)
-    sets = {name: cases for name, cases in sets.items() if name in (given.sets or sets)}
+            sets[name] = about_one(data, count, words, together)
+    asked = {name: list(cases) for name, cases in sets.items() if name in (given.sets or sets)}
+    kinds = {name: [document.text for document in cases.pop().documents[:3]] for name, cases in asked.items()}
+    sets = {name: iter(cases) for name, cases in asked.items()}
     found = {name: dict.fromkeys(("questions", "tokens of a prompt", *given.ways), 0.0) for name in sets}
     with LLM(given.model, engine=given.engine, num_threads=given.threads) as llm:
         while sets:
             for name in list(sets):
                 cases, row = list(islice(sets[name], TURN)), found[name]
                 for case in cases:
-                    num_tokens, right = answered(llm, case, given.ways)
+                    num_tokens, right = answered(
+                        llm, case, given.ways, {"": None, "of its kind": kinds[name], "of prose": prose}
+                    )
                     row["questions"] += 1
                     row["tokens of a prompt"] += (num_tokens - row["tokens of a prompt"]) / row["questions"]
                     for way, score in right.items():

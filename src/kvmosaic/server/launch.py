@@ -204,6 +204,7 @@ class _Launch:
         self._told_to_stop = asyncio.Event()
         self._listener = listener_for(self._startup, settings)
 
+    @trimmed_heap()
     async def run(self) -> bool:
         """Runs until shutdown; returns False if a thread is still busy, which would keep the process from exiting."""
         place = listen(self._settings)
@@ -220,7 +221,7 @@ class _Launch:
 
             services, app = loaded
             self._services = services
-            async with swept(services), trimmed_heap():
+            async with swept(services):
                 if self._settings.documents and self._fill is not None:
                     stored = await self._unless_stopped(asyncio.ensure_future(self._fill(services)))
                     if stored is None:

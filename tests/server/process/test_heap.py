@@ -32,8 +32,39 @@ async def main():
 asyncio.run(main())
 """
 
+ARENAS = """
+import asyncio, ctypes, re, tempfile, threading
+from kvmosaic.server.process.listener import trimmed_heap
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library has no malloc_trim")
-def test_memory_that_a_burst_has_freed_goes_back() -> None:
-    done = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, timeout=120, check=False)
+libc = ctypes.CDLL(None)
+libc.fopen.restype = libc.malloc.restype = ctypes.c_void_p
+libc.fclose.argtypes = (ctypes.c_void_p,)
+libc.malloc_info.argtypes = (ctypes.c_int, ctypes.c_void_p)
+
+def num_arenas():
+    with tempfile.NamedTemporaryFile("r") as file:
+        stream = libc.fopen(file.name.encode(), b"w")
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        return len(re.findall("<heap nr=", file.read()))
+
+@trimmed_heap()
+async def main():
+    all_here = threading.Barrier(9)
+    threads = [threading.Thread(target=lambda: (libc.malloc(1000), all_here.wait())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    all_here.wait()
+    assert num_arenas() <= 2, num_arenas()
+
+asyncio.run(main())
+"""
+
+ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library has no malloc_trim")
+
+
+@ONLY_GLIBC
+@pytest.mark.parametrize("program", [BURST, ARENAS], ids=["memory that a burst has freed goes back", "two arenas"])
+def test_the_heap_of_a_server_stays_small(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
