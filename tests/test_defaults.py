@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.families import build
+from support.loaded import chatting_llama
 from support.server import loaded_reader
 from support.tiny import save_tiny_model
 
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.model import LoadedModel
-from kvmosaic.repair import DEFAULT_REPAIR
+from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SMALL = EngineConfig(request_cache_size="1MiB")
@@ -134,6 +135,35 @@ def test_documents_after_the_first_have_met_a_companion_and_warming_computes_bot
         assert "computed" not in actions(llm, [DOCS[1], DOCS[0], DOCS[2]])
         (shared,) = llm.chat(CHAT, GREEDY, documents=DOCS, position_strategy="shared")
         assert "companions" not in shared.reuse.composition, "they have no order"
+
+
+def test_documents_that_have_met_companions_are_repaired_by_the_first_question(monkeypatch):
+    """A longer one would cost more than it brings, and earlier turns would be computed again at every turn."""
+    monkeypatch.setattr("kvmosaic.engine.placement.are_short", lambda _: False)
+    monkeypatch.setattr("kvmosaic.engine.placement.MAX_ASKING_TOKENS", 90)
+    turns = [*CHAT, {"role": "assistant", "content": "Where the ferry goes."}, *CHAT]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    with LLM(chatting_llama(), self_check=False) as llm:
+        for messages, options, policy in [
+            (CHAT, {}, ASKED_REPAIR),
+            ([{"role": "user", "content": "word " * 110}], {}, None),
+            (turns, {}, None),
+            (CHAT, {"tools": [tool]}, None),
+            (CHAT, {"position_strategy": "shared"}, DEFAULT_REPAIR),
+            (CHAT, {"chunk_context": "system"}, DEFAULT_REPAIR),
+        ]:
+            for _ in range(2):
+                (output,) = llm.chat(messages, GREEDY, documents=DOCS, **options)
+                used = output.reuse.repair
+                assert (used and used.policy) == policy, messages
+
+
+def test_a_default_that_measures_never_refuses_a_prompt_for_its_size(tiny_model, monkeypatch):
+    monkeypatch.setattr("kvmosaic.engine.placement.are_short", lambda _: False)
+    with LLM(tiny_model, dtype="float32", self_check=False) as llm:
+        monkeypatch.setattr("kvmosaic.engine.placement.MAX_REPAIR_LOOKS", 60)
+        (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
+        assert output.reuse.repair is None
 
 
 @pytest.mark.slow

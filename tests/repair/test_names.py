@@ -86,7 +86,7 @@ COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact
             "exact: documents are alike, so they are read in full",
         ),
         (RECORDS, {"companions": COMPANIONS}, "names", ""),
-        (["The river Aller rises near Eggenstedt. " * 40, *RECORDS[:1] * 2], {}, "none", ""),
+        (["The river Aller rises near Eggenstedt. " * 40, *RECORDS[:1] * 2], {}, "query(0.05)", ""),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {}, "full", "exact: documents are short, so they"),
         ([f"{letter * 40} {number}." for number, letter in enumerate("abcdefg")], {}, "full", "documents are short"),
         (["The river Aller rises near Eggenstedt.", *RECORDS[:1]], {"chunk_context": "system"}, "first(8)", ""),

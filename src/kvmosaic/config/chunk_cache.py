@@ -16,7 +16,7 @@ from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_fi
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.segment import DocumentsOrder
 from kvmosaic.prompt.separator import read_separator
-from kvmosaic.repair import DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
+from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
 from kvmosaic.repair.policy import MAX_POLICY_CHARACTERS
 
 _AUTO: Any = Unset("auto")
@@ -142,8 +142,8 @@ class ChunkCacheConfig:
         check=repair_policy,
         max_length=MAX_POLICY_CHARACTERS,
         metavar="POLICY",
-        unset="the model's profile, or full where documents are alike, none where they met companions, "
-        f"else {DEFAULT_REPAIR}",
+        unset=f"the model's profile, or full where documents are alike, {ASKED_REPAIR} where they met companions "
+        f"(none in llama.cpp), else {DEFAULT_REPAIR}",
         help=f"Tokens of cached documents to compute again: {FORMS}.",
     )
     eviction: str | EvictionPolicy = _cache(
@@ -186,9 +186,11 @@ class ChunkCacheConfig:
         rules = strategy_named(strategy)
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
-    def repair_after(self, context: ChunkContext) -> str | RepairPolicy:
-        """Repair of documents that saw this and are not alike: where nothing is set, none after companions."""
-        return "none" if context == "companions" and not self.says("repair") else self.repair
+    def repair_after(self, context: ChunkContext, *, has_scores: bool) -> str | RepairPolicy:
+        """Repair of documents that saw this and are not alike: after companions by the question, if it is measured."""
+        if context != "companions" or self.says("repair"):
+            return self.repair
+        return ASKED_REPAIR if has_scores else "none"
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -36,6 +36,7 @@ from kvmosaic.layout import (
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, likeness_of
+from kvmosaic.prompt.found_documents import PASTED, TOOL_RESULT
 from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
 from kvmosaic.sampling import Period
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 
 CHOSEN_ORDER = "the cache chose the order of documents"
+MAX_ASKING_TOKENS = 512
+"""Of a question whose attention is measured by default: it is computed twice."""
 
 
 def in_best_order(prompt: Prompt, layout: Layout, kv_cache: KVCache, *, moves_sections: bool = True) -> Prompt:
@@ -263,13 +266,21 @@ class Placer:
         is_free = said.window is None and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         config, repairs_states = self._config, self._kv_cache.repaired_tokens > 0  # which companions do not help
-        usual = repair_policy(config.repair if repairs_states else config.repair_after(layout.chunk_context))
+        has_scores = has_looks and self._is_asked(prompt)
+        after = config.repair_after(layout.chunk_context, has_scores=has_scores)
+        usual = repair_policy(config.repair if repairs_states else after)
         if in_full and is_free and prompt.num_tokens < self._max_in_full:
             yield FullRepair()
         if likeness and has_looks:
             yield Names()
         if prompt.chunks:
             yield usual
+
+    def _is_asked(self, prompt: Prompt) -> bool:
+        """Whether its question is measured by default: not after other turns, which would be computed again."""
+        fits = prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and prompt.num_tokens <= 4 * self._max_in_full
+        turns = (part.history_tokens or part.origin in (TOOL_RESULT, PASTED) for part in prompt.segments)
+        return fits and not (prompt.has_tools or any(turns) or self._model.no_scores_reason)
 
     def arrange(
         self,

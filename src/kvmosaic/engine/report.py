@@ -22,6 +22,8 @@ def reuse_report(sequence: Sequence, time_to_first_token: float | None) -> Reuse
         if span.is_repair or span.is_companion:
             continue
         num_reused = min(sequence.num_reused[index], span.num_tokens)
+        if span.is_chunk and sequence.spans_before:
+            allocated = sequence.spans_before[index]
         seconds = sequence.span_seconds.get(index) or sequence.allocate_seconds / max(num_found, 1)
         distance = 0 if sequence.request.is_warm_up else layout.position_of(index) - span.start
         segments.append(

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvmosaic.attention import Piece
-from kvmosaic.cache import Allocation, Key
+from kvmosaic.cache import Allocation, Key, SpanAllocation
 from kvmosaic.config import EngineConfig
 from kvmosaic.engine.priorities import TimeSlice, sort_key_of
 from kvmosaic.engine.request import Request
@@ -80,6 +80,8 @@ class Sequence:
         """By span, for this allocation: reads of the earlier spans that it sees."""
         self._found_before: tuple[int, ...] = ()
         """By span: tokens that were cached before the request was planned again, repaired."""
+        self.spans_before: tuple[SpanAllocation, ...] = ()
+        """What was allocated then: it knows why documents were computed."""
 
     @property
     def window(self) -> RollingWindow | None:

@@ -1,6 +1,7 @@
 """Repair: selective recomputation of tokens of cached chunks."""
 
 from kvmosaic.repair.policy import (
+    ASKED_REPAIR,
     DEFAULT_REPAIR,
     FORMS,
     MEASURED,

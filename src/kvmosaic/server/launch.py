@@ -326,7 +326,8 @@ class _Launch:
         self._say(f"documents  {_room(llm, services.documents) if llm.has_chunk_cache else off}")
         if llm.profile is not None:
             config = llm.chunk_cache_config
-            chosen = f"{config.position_strategy} positions, repair {config.repair_after(config.context_in())}"
+            repair = config.repair_after(config.context_in(), has_scores=not llm.model.no_scores_reason)
+            chosen = f"{config.position_strategy} positions, repair {repair}"
             self._say(f"profile    of {llm.profile.date}: {chosen}")
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()

@@ -296,7 +296,7 @@ class Feed:
             "engine": str(llm.engine_facts),
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
             "position_strategy": config.position_strategy,
-            "repair": str(config.repair_after(config.context_in())),
+            "repair": str(config.repair_after(config.context_in(), has_scores=not llm.model.no_scores_reason)),
             "profile": llm.profile.date if llm.profile is not None else None,
             "tenant": tenant.name,
             "is_admin": tenant.is_admin,

@@ -21,7 +21,7 @@ from kvmosaic.server.settings import ServerSettings
 
 @contextlib.asynccontextmanager
 async def trimmed_heap(seconds: float = 30.0) -> AsyncIterator[None]:
-    """Two arenas for all threads, not eight a core, whose free pages, which glibc keeps, are given back in the block."""
+    """Two arenas for all threads, not eight a core; gives free pages back, which glibc keeps, while the block runs."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # of glibc
         libc.mallopt(-8, 2)  # M_ARENA_MAX
