@@ -223,7 +223,7 @@ def warm(
     from kvmosaic.console.warm_folder import warm_folder
 
     opening = opening.changed(chunk_pending=opening.values["chunk_cache_size"])
-    raise typer.Exit(warm_folder(opening, folder.warming(), as_json))
+    raise typer.Exit(warm_folder(opening, folder, as_json))
 
 
 class _ServeHelp(ShortHelpCommand):

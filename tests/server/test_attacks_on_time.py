@@ -81,12 +81,12 @@ def test_closing_server_tells_those_who_wait_for_a_thread() -> None:
 def test_busy_thread_is_noticed_when_the_server_ends() -> None:
     free = threading.Event()
     with RunningServer() as server, ThreadPoolExecutor(1) as client:
-        assert not server.services.is_working
-        waiting = client.submit(server.call, server.services.in_thread, "one", free.wait, 20)
-        wait_until(lambda: server.services.is_working)
+        assert not server.services.threads.is_working
+        waiting = client.submit(server.call, server.services.threads.run, "one", free.wait, 20)
+        wait_until(lambda: server.services.threads.is_working)
         free.set()
         assert waiting.result()
-        wait_until(lambda: not server.services.is_working)
+        wait_until(lambda: not server.services.threads.is_working)
 
 
 def test_document_whose_warming_was_cut_short_is_not_called_cached() -> None:

@@ -108,7 +108,7 @@ def test_work_beside_the_loop_is_bounded() -> None:
 
         async def fill() -> list[Any]:
             tasks = [
-                asyncio.create_task(server.services.in_thread(f"t{number}", release.wait, 30))
+                asyncio.create_task(server.services.threads.run(f"t{number}", release.wait, 30))
                 for number in range(most + 2)
             ]
             await asyncio.sleep(0.05)
@@ -118,12 +118,12 @@ def test_work_beside_the_loop_is_bounded() -> None:
         results = server.call(fill)
         assert results[:most] == [True] * most
         assert [getattr(refusal, "status", None) for refusal in results[most:]] == [429, 429]
-        assert server.call(server.services.in_thread, "one", divmod, 7, 2) == (3, 1)
+        assert server.call(server.services.threads.run, "one", divmod, 7, 2) == (3, 1)
 
 
 def test_error_of_work_beside_the_loop_is_raised(server: RunningServer) -> None:
     with pytest.raises(ZeroDivisionError):
-        server.call(server.services.in_thread, "one", divmod, 1, 0)
+        server.call(server.services.threads.run, "one", divmod, 1, 0)
 
 
 BODIES = {

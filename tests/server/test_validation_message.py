@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.server import RunningServer
 
-from kvmosaic.api.errors import ValidationMessage, validation_message
+from kvmosaic.api.errors import validation_message
 from kvmosaic.prompt.document import ID_RULE
 
 CHAT = "/v1/chat/completions"
@@ -49,5 +49,5 @@ def test_unknown_addresses_and_methods_say_which_there_are(server: RunningServer
 
 
 def test_faults_that_say_nothing_are_still_told() -> None:
-    assert validation_message([]) == ValidationMessage("", "the body: invalid")
-    assert validation_message([{"loc": (), "msg": "x", "type": "y"}]) == ValidationMessage("", "the body: x")
+    assert validation_message([]) == ("", "the body: invalid")
+    assert validation_message([{"loc": (), "msg": "x", "type": "y"}]) == ("", "the body: x")

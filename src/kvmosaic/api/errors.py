@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,21 +23,14 @@ _SHAPES = {ID_PATTERN: f"must be {ID_RULE}", NAME_PATTERN: f"must be {NAME_RULE}
 _SUBJECT = re.compile(r"^(Input|String|List|Dictionary|Value|Object|JSON|Data) should\b")
 
 
-@dataclass(frozen=True, slots=True)
-class ValidationMessage:
-    """One error: the field, such as "messages.0.content" ("": the whole body), and a sentence about it."""
-
-    where: str
-    told: str
-
-
-def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> ValidationMessage:
-    """Returns the message for all that pydantic found wrong with `body`.
+def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> tuple[str, str]:
+    """Returns a field, such as "messages.0.content" ("": all), and a sentence on what pydantic found wrong with `body`.
 
     That is the first error; in a field of a union type, the error that lies deepest, of the member that was probably
     meant, by type. A mistyped name comes before the name that is missing for it.
     """
-    faults = [(_where(each, body), each) for each in found] or [("", {"msg": "invalid", "type": ""})]
+    faults = [(".".join(map(str, path_of(each, body))), each) for each in found]
+    faults = faults or [("", {"msg": "invalid", "type": ""})]
     first = faults[0][0]
     inside = [fault for fault in faults if first and f"{fault[0]}.".startswith(f"{first}.")] or faults[:1]
     where, fault = max(inside, key=lambda each: (each[0].count("."), not each[1]["type"].endswith("_type")))
@@ -49,25 +41,16 @@ def validation_message(found: Sequence[Mapping[str, Any]], body: Any = None) -> 
         )
         if name := next(unknown, None):
             return _mistyped(name, where)
-        return ValidationMessage(
-            where, f"{where} is missing" if where else "the body is missing; send a JSON object, at least {}"
-        )
+        return where, f"{where} is missing" if where else "the body is missing; send a JSON object, at least {}"
     if fault["type"] == "extra_forbidden":
-        return ValidationMessage(where, f"unknown field {where!r}; remove it, or look at how it is spelled")
-    return ValidationMessage(where, f"{where or 'the body'}: {_said(fault)}")
+        return where, f"unknown field {where!r}; remove it, or look at how it is spelled"
+    return where, f"{where or 'the body'}: {_said(fault)}"
 
 
-def _mistyped(unknown: str, missing: str) -> ValidationMessage:
+def _mistyped(unknown: str, missing: str) -> tuple[str, str]:
     if get_close_matches(unknown, [missing], n=1):
-        return ValidationMessage(unknown, f"unknown field {unknown!r}; did you mean {missing!r}?")
-    return ValidationMessage(
-        unknown, f"unknown field {unknown!r}, while {missing!r} is missing; look at how it is spelled"
-    )
-
-
-def _where(fault: Mapping[str, Any], body: Any) -> str:
-    """Returns the path of a field as it was sent, without pydantic's names of union members."""
-    return ".".join(str(part) for part in path_of(fault, body))
+        return unknown, f"unknown field {unknown!r}; did you mean {missing!r}?"
+    return unknown, f"unknown field {unknown!r}, while {missing!r} is missing; look at how it is spelled"
 
 
 def path_of(fault: Mapping[str, Any], body: Any) -> list[str | int]:
@@ -216,8 +199,8 @@ def invalid_body(faults: Sequence[Mapping[str, Any]], body: Any = None) -> ApiEr
     """Returns the error for all that pydantic found wrong with a body."""
     if faults and faults[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", code="invalid_json")
-    fault = validation_message(faults, body)
-    return ApiError(400, fault.told, param=fault.where or None)
+    where, told = validation_message(faults, body)
+    return ApiError(400, told, param=where or None)
 
 
 def read_body(kind: type[B], body: Any, place: str = "body") -> B:

@@ -204,17 +204,8 @@ class Starts(Generic[TextT]):
 
 
 @dataclass(slots=True)
-class _Holders:
-    """The chunks that hold one block, counted."""
-
-    total: int = 0
-    idle: int = 0
-    pinned: int = 0
-
-
-@dataclass(slots=True)
 class BlockCount:
-    """Blocks of several chunks, each counted once."""
+    """Blocks of several chunks, each counted once; or the chunks that hold one block."""
 
     total: int = 0
     idle: int = 0
@@ -236,7 +227,7 @@ class SharedBlocks:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[BlockId, _Holders] = {}
+        self._holders: dict[BlockId, BlockCount] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -248,7 +239,7 @@ class SharedBlocks:
         for block_id in source.block_ids[: start.num_blocks]:
             holders = self._holders.get(block_id)
             if holders is None:
-                holders = self._holders[block_id] = _Holders(1, 0, int(source.pinned))
+                holders = self._holders[block_id] = BlockCount(1, 0, int(source.pinned))
             holders.total += 1
         source.num_shared = max(source.num_shared, start.num_blocks)
         chunk.num_shared = start.num_blocks
@@ -283,7 +274,7 @@ class SharedBlocks:
 
     def count(self, chunks: Iterable[Chunk]) -> BlockCount:
         """Blocks of some chunks."""
-        found, listed = BlockCount(), dict[BlockId, _Holders]()
+        found, listed = BlockCount(), dict[BlockId, BlockCount]()
         for chunk in chunks:
             num_own = chunk.num_blocks - chunk.num_shared
             found.total += num_own
@@ -314,10 +305,10 @@ class SharedBlocks:
 
     def check_invariants(self, chunks: Iterable[Chunk]) -> None:
         """Checks the counts against all chunks that hold blocks."""
-        present, counted = list(chunks), dict[BlockId, _Holders]()
+        present, counted = list(chunks), dict[BlockId, BlockCount]()
         for chunk in present:
             for block_id in chunk.block_ids:
-                holders = counted.setdefault(block_id, _Holders())
+                holders = counted.setdefault(block_id, BlockCount())
                 holders.total += 1
                 holders.idle += chunk.is_evictable
                 holders.pinned += chunk.pinned
@@ -326,6 +317,6 @@ class SharedBlocks:
             assert all(counted[block_id].total == 1 for block_id in chunk.block_ids[chunk.num_shared :])
         assert self._holders.items() <= counted.items()
 
-    def _listed(self, chunk: Chunk) -> Iterator[tuple[BlockId, _Holders]]:
+    def _listed(self, chunk: Chunk) -> Iterator[tuple[BlockId, BlockCount]]:
         """The blocks of a chunk that others hold or have held, too."""
         return ((block_id, self._holders[block_id]) for block_id in chunk.block_ids[: chunk.num_shared])

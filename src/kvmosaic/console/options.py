@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvmosaic.console.prompt_source import PromptSource
-    from kvmosaic.console.warm_folder import Warming
     from kvmosaic.llm import LLM
     from kvmosaic.sampling import SamplingParams
 
@@ -358,9 +357,3 @@ class FolderOptions:
         typer.Option(metavar="PATTERN", help="Which files, such as '**/*.md'. Default: all that can be read."),
     ] = None
     tenant: TenantName = ""
-
-    def warming(self) -> Warming:
-        """What `warm_folder` needs."""
-        from kvmosaic.console.warm_folder import Warming
-
-        return Warming(self.folder, self.glob, self.system, self.system_file, self.tenant)

@@ -19,7 +19,7 @@ from rich.console import Console
 from kvmosaic.cache.keys import Key
 from kvmosaic.config import parse_bytes
 from kvmosaic.console.folder import document_of, find_files, read_file, skipped_kinds
-from kvmosaic.console.options import SECRET_VARIABLE, ModelOptions, open_llm, tier_secret
+from kvmosaic.console.options import SECRET_VARIABLE, FolderOptions, ModelOptions, open_llm, tier_secret
 from kvmosaic.console.warm_report import WarmCounts, WarmingBar, show_counts
 from kvmosaic.entries import Checksum, check_entry
 from kvmosaic.entries.verification import MAX_PREAMBLE_BYTES, NO_LABEL
@@ -86,29 +86,6 @@ _PART_OF_POOL = 4
 """Number of batches in progress that fit into the memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Warming:
-    """The documents to warm, and where they will be used."""
-
-    folder: Path
-    pattern: str | None = None
-    system: str | None = None
-    system_file: Path | None = None
-    tenant: str = ""
-
-    def system_text(self) -> str | None:
-        """The system text of the later prompts.
-
-        Raises:
-            InvalidConfig: it is given twice. InvalidDocument: its file cannot be read.
-        """
-        if self.system_file is None:
-            return self.system
-        if self.system is not None:
-            raise InvalidConfig("--system and --system-file exclude each other; leave one out")
-        return document_of(self.system_file.name, read_file(self.system_file))["text"]
-
-
 @dataclass(slots=True)
 class _Batch:
     """Documents that are looked up and computed together."""
@@ -118,7 +95,7 @@ class _Batch:
     """The document of each chunk, its key, and a prompt with it alone."""
 
 
-def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
+def warm_folder(opening: ModelOptions, warming: FolderOptions, as_json: bool) -> int:
     """Computes what the tiers do not have; returns the exit code: 0, 1 if something is missing, 130 if interrupted.
 
     Raises:
@@ -129,8 +106,8 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
         raise InvalidConfig(
             "warmed documents are kept in tiers; give --chunk-tier 'disk:/var/cache/kvmosaic?quota=10GiB'"
         )
-    system, seal = warming.system_text(), Checksum(tier_secret())
-    found = find_files(warming.folder, warming.pattern, MAX_DOCUMENTS)
+    system, seal = _system_text(warming), Checksum(tier_secret())
+    found = find_files(warming.folder, warming.glob, MAX_DOCUMENTS)
     for told in skipped_kinds(found.skipped):
         notices.print(f"left out: {told}", style="dim", markup=False)
     paths = found.readable
@@ -158,6 +135,14 @@ def warm_folder(opening: ModelOptions, warming: Warming, as_json: bool) -> int:
     if counts.is_interrupted:
         return INTERRUPTED
     return 0 if counts.is_complete else 1
+
+
+def _system_text(warming: FolderOptions) -> str | None:
+    if warming.system_file is None:
+        return warming.system
+    if warming.system is not None:
+        raise InvalidConfig("--system and --system-file exclude each other; leave one out")
+    return document_of(warming.system_file.name, read_file(warming.system_file))["text"]
 
 
 class _Warmer:

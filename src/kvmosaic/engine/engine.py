@@ -154,7 +154,7 @@ class Engine:
         if self.is_stopped:
             raise EngineStopped("the engine is closed; create a new LLM")
         self._sleep.begin(level, refuse=refuse)
-        self.scheduler.pause()
+        self.scheduler.is_paused = True
 
     def wake(self) -> None:
         """Reallocates the memory and resumes all waiting requests; does nothing while awake.
@@ -162,7 +162,7 @@ class Engine:
         If there is not enough memory, this raises what torch raises, and the engine stays asleep.
         """
         self._sleep.wake()
-        self.scheduler.resume()
+        self.scheduler.is_paused = False
 
     @property
     def unfinished_requests(self) -> list[Request]:

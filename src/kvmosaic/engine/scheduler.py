@@ -70,6 +70,7 @@ class Scheduler:
         self.preemption = Preemption(kv_cache, self.shares, swap, clock)
         self.is_paused = False
         """Whether no sequence is admitted, so that the running ones can finish."""
+        """Whether no sequence is admitted, so that the running ones can finish."""
         self._times = StepTimes()
         self._seen: dict[str, float] = {}
         """By tenant: when it last had unfinished requests."""
@@ -102,14 +103,6 @@ class Scheduler:
     def start(self, sequence: Sequence) -> None:
         """Admits a sequence that holds its blocks already."""
         self.running.add(sequence)
-
-    def pause(self) -> None:
-        """Admits no sequence until `resume`, so that the running ones can finish."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """Admits sequences again."""
-        self.is_paused = False
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence and frees its blocks; removing it twice is safe."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from kvmosaic.layers import AttentionCall
-from kvmosaic.model.hook import current_receiver, is_in_scope
+from kvmosaic.model.hook import current_receiver
 
 _OPENED_ATTRIBUTE = "kvmosaic_opened"
 
@@ -46,7 +46,7 @@ class AttentionAdapter:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """The replacement that the module calls."""
-        if not is_in_scope():
+        if current_receiver() is None:
             return getattr(type(self.module), self.seam)(self.module, *arguments, **named)
         return self.run(*arguments, **named)
 

@@ -56,11 +56,6 @@ def current_receiver() -> Receiver | None:
     return _current_receiver.get()
 
 
-def is_in_scope() -> bool:
-    """Whether a receiver is set."""
-    return _current_receiver.get() is not None
-
-
 def install() -> None:
     """Registers the attention function with transformers. Calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvmosaic.layers import AttentionCall, LayerSpec
 from kvmosaic.layers.spec import LATENT_ATTRIBUTE
-from kvmosaic.model.hook import is_in_scope
+from kvmosaic.model.hook import current_receiver
 
 
 class LatentProjection:
@@ -54,7 +54,7 @@ class LatentProjection:
 
     def expand_kv(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Replaces the module's expansion of [1, 1, T, r] and [1, 1, T, rope] to keys and values."""
-        if not is_in_scope():
+        if current_receiver() is None:
             expanded: tuple[Tensor, Tensor] = self._expand_kv(latent, rotary)
             return expanded
         key = torch.cat((latent, rotary), dim=-1)

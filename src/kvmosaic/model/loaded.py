@@ -101,7 +101,7 @@ class LoadedModel:
         """
         model.eval()
         config = model.config.get_text_config()
-        allowed = limit = _position_limit(config)
+        allowed = limit = position_limit(config)
         if max_positions is not None:
             limit = _checked_positions(max_positions, allowed, changes_with_length(model))
         pin_frequencies(model, limit or _MAX_POSITIONS)
@@ -349,13 +349,10 @@ def _layout_adapter(adapter: LoraAdapter, num_layers: int) -> LayoutAdapter:
     return LayoutAdapter(adapter.digest, "" if computes_keys_of_base(adapter, num_layers) else adapter.digest)
 
 
-def _position_limit(config: Any) -> int | None:
+def position_limit(config: Any) -> int | None:
     """The max position of a configuration, or None."""
-    for name in _LENGTH_FIELDS:
-        limit = getattr(config, name, None)
-        if isinstance(limit, int) and limit > 0:
-            return limit
-    return None
+    limits = (getattr(config, name, None) for name in _LENGTH_FIELDS)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _checked_positions(wanted: int, limit: int | None, may_exceed: bool) -> int:

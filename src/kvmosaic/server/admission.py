@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvmosaic.container import limited_call
 from kvmosaic.server.tenants.access import Tenant
 from kvmosaic.web.errors import ApiError
+from kvmosaic.web.request_body import counted
 
 MAX_RETRY_SECONDS = 60
 DRAIN_CHECK_SECONDS = 0.02
@@ -97,7 +98,7 @@ class AdmissionControl:
             ApiError: see `check`.
         """
         self._check(tenant, 1, sum(self._asking.values()), self._asking.get(tenant.name, 0))
-        with _counted(self._asking, tenant.name, 1):
+        with counted(self._asking, tenant.name):
             yield
 
     @contextmanager
@@ -109,7 +110,7 @@ class AdmissionControl:
         """
         self.check(tenant, num_answers)
         try:
-            with _counted(self._under_way, tenant.name, num_answers):
+            with counted(self._under_way, tenant.name, num_answers):
                 yield
         finally:
             self._ends.append(self._clock())
@@ -141,17 +142,6 @@ class AdmissionControl:
         seconds = self.retry_seconds
         message = f"{reason}; try again in {seconds} s"
         return ApiError(429, message, type="rate_limit_error", code=code, headers={"Retry-After": str(seconds)})
-
-
-@contextmanager
-def _counted(counts: dict[str, int], name: str, number: int) -> Iterator[None]:
-    counts[name] = counts.get(name, 0) + number
-    try:
-        yield
-    finally:
-        counts[name] -= number
-        if not counts[name]:
-            del counts[name]
 
 
 P = ParamSpec("P")

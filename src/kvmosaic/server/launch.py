@@ -236,7 +236,7 @@ class _Launch:
                 warming.cancel()
                 await asyncio.wait((warming,))  # it is no request that would be drained
                 await self._drain(services)
-            return not services.is_working
+            return not services.threads.is_working
         finally:
             self._listener.should_exit = True
             await serving

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from kvmosaic.server.admission import AdmissionControl, FairThreads, RequestThreads
 from kvmosaic.server.execution import PromptRunner
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 NUM_FILE_THREADS = 2
 """Maximum number of uploaded files read at once, one of them of a single tenant."""
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass
@@ -48,15 +46,6 @@ class Services:
     runner: PromptRunner
     tracing: Tracing | None = None
     """Spans of requests, if they are sent anywhere."""
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a thread is busy; it cannot be stopped, and would keep the process from exiting."""
-        return self.threads.is_working
-
-    async def in_thread(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs slow work of a tenant's request beside the event loop: see `RequestThreads.run`."""
-        return await self.threads.run(tenant, function, *args, **kwargs)
 
     async def reload(self, new: ServerSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Applies keys, with their quotas and weights, and the settings that can change; requests go on meanwhile.

@@ -159,13 +159,8 @@ class RequestBodyMiddleware:
         rules = self._rules
         if self._uploads.get(tenant, 0) >= rules.room(MAX_UPLOADS, self._uploads, tenant):
             raise rules.full(f"too many uploads{rules.of(tenant)} are in progress", "uploads_full")
-        self._uploads[tenant] = self._uploads.get(tenant, 0) + 1
-        try:
+        with counted(self._uploads, tenant):
             yield
-        finally:
-            self._uploads[tenant] -= 1
-            if not self._uploads[tenant]:
-                del self._uploads[tenant]
 
     def _add(self, tenant: str, num_bytes: int) -> None:
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + num_bytes
@@ -363,3 +358,15 @@ class _Conversation:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self._is_answered = True
         await self._send(message)
+
+
+@contextmanager
+def counted(counts: dict[str, int], name: str, number: int = 1) -> Iterator[None]:
+    """Counts something of a name while the block runs."""
+    counts[name] = counts.get(name, 0) + number
+    try:
+        yield
+    finally:
+        counts[name] -= number
+        if not counts[name]:
+            del counts[name]

@@ -18,7 +18,6 @@ from kvmosaic.vllm.operations import DocumentRead, InPlaceRequest
 from kvmosaic.vllm.settings import READS_VARIABLE
 from kvmosaic.vllm.worker import position_shift
 from kvmosaic.vllm.worker.composing_worker import ComposingWorker
-from kvmosaic.vllm.worker.in_place import reader as reading
 from kvmosaic.vllm.worker.in_place.attention import ReadsDocuments
 from kvmosaic.vllm.worker.in_place.reader import DocumentReader, MaskReads, document_reader, why_not_paged
 from kvmosaic.vllm.worker.in_place.step import OwnRows
@@ -176,7 +175,7 @@ def test_a_forward_gets_the_positions_of_its_own_tokens(is_captured, monkeypatch
 
     places = SimpleNamespace(**{name: getattr(share.places, name) for name in ("layers", "block_size", "device")})
     places.root = Root()
-    monkeypatch.setattr(reading, "step_slots", lambda: torch.tensor([SIZE + 3, SIZE + 4, 2 * SIZE, -1]))
+    monkeypatch.setattr(position_shift, "step_slots", lambda: torch.tensor([SIZE + 3, SIZE + 4, 2 * SIZE, -1]))
     reader = DocumentReader(places, is_paged=True, is_captured=is_captured)
     reads = (DocumentRead(4, (3,), 0, 5, 0, 9),)
     reader.begin([InPlaceRequest((1,), ((4, 20),), reads, num_computed=3, num_scheduled=2)])
@@ -236,7 +235,7 @@ def test_a_worker_that_does_not_read_in_place_says_why(graphs, no_shift, reason,
     assert worker._find_reader(share.places, None) == reason
     assert (worker.reader is None) == bool(reason)
     if not reason:
-        assert worker.reader._is_captured == (graphs == "pieces")
+        assert worker.reader._positions._in_place == (graphs == "pieces")
 
 
 def test_full_graphs_are_refused_with_the_way_out():

@@ -12,7 +12,7 @@ from torch import nn
 
 from kvmosaic.vllm.operations import ShiftedTokens
 from kvmosaic.vllm.worker import position_shift
-from kvmosaic.vllm.worker.position_shift import PositionShift, can_shift
+from kvmosaic.vllm.worker.position_shift import PositionShift, StepPositions, can_shift
 
 BLOCK = 4
 
@@ -63,6 +63,16 @@ def test_each_token_is_lowered_by_what_its_block_says(in_place, data):
         shift.end()
         assert torch.equal(model(input_ids=torch.zeros(num_positions), positions=given), given)
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_two_that_change_the_same_tensor_restore_what_was_given_in_the_end(slots):
+    model, given = Model(), torch.tensor([5, 6, 7])
+    first, second = StepPositions(model, in_place=True), StepPositions(model, in_place=True)
+    slots([0, 1, 2])
+    first.begin(lambda positions, _: positions - 2)
+    second.begin(lambda positions, _: positions * 2)
+    assert model(torch.zeros(3), given).tolist() == [6, 8, 10]
+    assert given.tolist() == [5, 6, 7]
 
 
 def test_several_positions_per_token_are_all_lowered(slots):

@@ -57,7 +57,7 @@ def add_routes(server: RunningServer) -> None:
 
     async def answer(request: Request, stream: bool = False, seconds: float = 0.0) -> Any:
         services, tenant = server.services, await current_tenant(request)
-        prompt = await services.in_thread("one", services.llm.encoder.encode, "Once upon a time")
+        prompt = await services.threads.run("one", services.llm.encoder.encode, "Once upon a time")
         deltas = services.runner.run(tenant, prompt, ENDLESS, route="/test/answer", request_id=request.state.request_id)
         if stream:
             return StreamingResponse(str(delta.num_prompt_tokens) async for delta in deltas)

@@ -20,6 +20,7 @@ from kvmosaic.model.frequencies import pin_frequencies
 from kvmosaic.model.hook import ATTENTION_NAME, attention_scope, install
 from kvmosaic.model.indexer import hook_indexers
 from kvmosaic.model.latent import can_keep_latent
+from kvmosaic.model.loaded import position_limit
 from kvmosaic.model.probe.probe import check_calls, number_layers, select_attention
 from kvmosaic.model.states import StateLayer, hook_states, mixing_scope
 from kvmosaic.model.unsupported import check_rules
@@ -29,7 +30,6 @@ _WINDOWS: dict[str, tuple[MaskKind, str]] = {
     "sliding_attention": ("window", "sliding_window"),
     "chunked_attention": ("chunked", "attention_chunk_size"),
 }
-_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _LONGEST = 2**27
 _LOOKS_AT_TOKENS = "warn_if_padding_and_no_attention_mask"
 
@@ -76,7 +76,7 @@ def count(module: Any, name: str, note: str = "") -> ModelFacts:
         element_bytes=embedding.dtype.itemsize,
         num_parameters=sum(each.numel() for each in parameters),
         weight_bytes=weight_bytes,
-        max_positions=_position_limit(module.config.get_text_config()),
+        max_positions=position_limit(module.config.get_text_config()),
         layers=layers,
         state_bytes=state_bytes,
         note=note,
@@ -90,7 +90,7 @@ def _layers(module: Any) -> tuple[LayerShape, ...]:
     hook_states(module)
     hook_indexers(module)
     select_attention(module, ATTENTION_NAME)
-    pin_frequencies(module, _position_limit(config) or _LONGEST)
+    pin_frequencies(module, position_limit(config) or _LONGEST)
     for part in module.modules():
         if type(part).__name__.endswith("Experts"):
             part.forward = _as_it_came  # the routing of tokens is unknown without weights
@@ -154,7 +154,7 @@ def _mask(call: AttentionCall, config: Any) -> MaskSpec:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * (position + 1)
     kind, field = _WINDOWS.get(kinds[position], ("window", ""))
     window = call.window or getattr(config, field, None) or 0
-    limit = _position_limit(config)
+    limit = position_limit(config)
     return MaskSpec() if not window or (limit is not None and window >= limit) else MaskSpec(kind, int(window))
 
 
@@ -166,8 +166,3 @@ def _identity(call: AttentionCall) -> tuple[object, ...]:
 
 def _as_it_came(given: Tensor, *_: object, **__: object) -> Tensor:
     return given
-
-
-def _position_limit(config: Any) -> int | None:
-    limits = (getattr(config, name, None) for name in _LENGTH_FIELDS)
-    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)

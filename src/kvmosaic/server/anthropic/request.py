@@ -117,7 +117,12 @@ class CountRequest(GenerationFields):
         Raises:
             InvalidTools: tools that cannot be called, or a choice that does not go with them.
         """
-        return tool_request(self.tools, self.tool_choice)
+        plain, choice = None if self.tools is None else [tool.plain() for tool in self.tools], self.tool_choice
+        if choice is None:
+            return read_tool_request(plain)
+        is_named = choice.type == "tool"
+        wanted = {"type": "function", "function": {"name": choice.name}} if is_named else _MODES[choice.type]
+        return read_tool_request(plain, wanted, not choice.disable_parallel_tool_use)
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters.
@@ -195,19 +200,6 @@ class ToolChoice(Body):
 
 
 Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
-
-
-def tool_request(tools: list[ToolFields] | None, choice: ToolChoice | None) -> ToolRequest | None:
-    """Returns the tools of a body and how they may be called; None without tools.
-
-    Raises:
-        InvalidTools: tools that cannot be called, or a choice that does not go with them.
-    """
-    plain = None if tools is None else [tool.plain() for tool in tools]
-    if choice is None:
-        return read_tool_request(plain)
-    wanted = {"type": "function", "function": {"name": choice.name}} if choice.type == "tool" else _MODES[choice.type]
-    return read_tool_request(plain, wanted, not choice.disable_parallel_tool_use)
 
 
 _TEMPLATE_DOCUMENTS = "documents"

@@ -84,7 +84,7 @@ async def pin_cached(services: Services, tenant: str, document: StoredDocument) 
     try:
         found = await services.engine.call(partial(_look, tenant=tenant, labels=[label], keep=document.pinned))
     except QuotaExceeded:
-        await services.in_thread(tenant, services.documents.set_pinned, tenant, document.id, False)
+        await services.threads.run(tenant, services.documents.set_pinned, tenant, document.id, False)
         raise
     owners = await _owners(services, tenant, (name for chunk in found[label] for name in chunk.names))
     changes: dict[Key, Change] = {
@@ -124,7 +124,7 @@ async def count_kept(
     if not short or not services.llm.has_chunk_cache:
         return {}
     documents = [document for document, _ in short]
-    labels = await services.in_thread(tenant, _labels_before, services.documents, tenant, documents)
+    labels = await services.threads.run(tenant, _labels_before, services.documents, tenant, documents)
     try:
         wanted = list(set(labels.values()))
         before = await services.engine.call(partial(_texts, tenant=tenant, labels=wanted)) if wanted else {}
@@ -134,7 +134,7 @@ async def count_kept(
     for document, draft in short:
         if texts := before.get(labels.get(document.id, "")):
             text = Document(draft.text, draft.title, document.id)
-            kept = await services.in_thread(tenant, _count_kept, services.llm, texts, text)
+            kept = await services.threads.run(tenant, _count_kept, services.llm, texts, text)
             if kept is not None:
                 counted[document.id] = kept
     return counted

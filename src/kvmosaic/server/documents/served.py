@@ -57,7 +57,7 @@ class ServerDocuments(ServedDocuments):
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs slow work in the tenant's turn."""
-        return await self._services.in_thread(self.tenant, function, *args, **kwargs)
+        return await self._services.threads.run(self.tenant, function, *args, **kwargs)
 
     async def extract(self, content: bytes, filename: str) -> FileText:
         """Returns the text of a file."""

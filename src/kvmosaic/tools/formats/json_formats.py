@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from typing import ClassVar
 
 from kvmosaic.tools.formats.tool_format import (
@@ -13,7 +15,6 @@ from kvmosaic.tools.formats.tool_format import (
     read_end,
     read_object,
     read_objects,
-    short_id,
     shows_tools,
 )
 from kvmosaic.tools.parser import CallParser, NotACall, Steps
@@ -44,10 +45,6 @@ class Hermes(ToolFormat):
             yield from parser.try_calls(self._read_bare(parser))
         yield from super().read(parser)
 
-    def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
-        """One object."""
-        return json_call(tool, arguments)
-
 
 class Granite(ToolFormat):
     """`<|tool_call|>[{"name": ..., "arguments": {...}}]`: Granite 3."""
@@ -64,10 +61,6 @@ class Granite(ToolFormat):
     def read_calls(self, parser: CallParser, trigger: str) -> Steps:
         """Reads a list of objects, or one."""
         yield from read_objects(parser)
-
-    def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
-        """One object."""
-        return json_call(tool, arguments)
 
 
 class Mistral(ToolFormat):
@@ -95,13 +88,9 @@ class Mistral(ToolFormat):
             yield from parser.accept("[ARGS]")
         yield from parser.arguments(name, self.triggers)
 
-    def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
-        """One object."""
-        return json_call(tool, arguments)
-
     def call_id(self) -> str:
         """Nine letters and digits."""
-        return short_id()
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class MistralArgs(Mistral):

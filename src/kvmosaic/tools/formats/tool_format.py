@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from kvmosaic.tools.request import Tool, ToolRequest
 
 _SPACED = {"whitespace_flexible": False, "lenient": False, "item_separator": ", ", "key_separator": ": "}
 """A space after commas and colons, as chat templates write the calls of earlier turns."""
-_SHORT_ID = string.ascii_letters + string.digits
 _TERMINALS = {
     "TEXT": "TEXT: /(?s:.*)/",
     "BARE": r"BARE: /(?s:\s*(```(json)?\s*)?(\{.*)?)/",
@@ -84,8 +82,8 @@ class ToolFormat:
         raise NotImplementedError
 
     def call_parts(self, tool: Tool, arguments: Rule) -> Parts:
-        """The texts of one call around the rule of its arguments."""
-        raise NotImplementedError
+        """The texts of one call around the rule of its arguments: one object."""
+        return json_call(tool, arguments)
 
     def free_parts(self) -> tuple[Parts, Parts] | None:
         """What may come before a call, any number of times, and an answer instead of one; None: any text."""
@@ -114,11 +112,6 @@ class ToolFormat:
     def call_id(self) -> str:
         """A new id for a call."""
         return f"call_{secrets.token_hex(12)}"
-
-
-def short_id() -> str:
-    """An id of nine letters and digits, as the templates of Mistral want it."""
-    return "".join(secrets.choice(_SHORT_ID) for _ in range(9))
 
 
 def shows_tools(template: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,31 +12,68 @@ from kvmosaic.vllm.operations import ShiftedTokens, layer_specs
 from kvmosaic.vllm.worker.layouts.ascend import is_npu
 
 
-class PositionShift:
-    """Lowers the positions passed to the model, for tokens whose keys and values go into shifted blocks.
+class StepPositions:
+    """Changes the positions that a module is called with, between `begin` and `end`; only then it has hooks."""
 
-        index (vLLM's)      │ 0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10        blocks of a request, 3 tokens each
-        ShiftedTokens(blocks 2 3, distance 3)
-        position            │ 0 1 2 │ 3 4 5 │ 3 4 5 │ 6 7
-
-    The model has hooks only between `begin` and `end`.
-    """
-
-    def __init__(self, root_module: nn.Module, block_size: int, *, in_place: bool = False) -> None:
-        """Takes the module that vLLM's runner calls.
+    def __init__(self, root_module: nn.Module, *, in_place: bool) -> None:
+        """Takes the module that vLLM's runner calls with `positions`, [T] or [3, T].
 
         Args:
-            root_module: called with `positions`, [T] or [3, T].
-            block_size: tokens of the scheduler's blocks.
+            root_module: the module.
             in_place: change the given tensor and restore it after the forward: captured graphs read that tensor, not a
                 copy of it.
         """
         self._root = root_module
-        self._block_size = block_size
         self._in_place = in_place
-        self._blocks = self._distances = torch.empty(0, dtype=torch.int64)
         self._hooks: list[Any] = []
         self._changed: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, change: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        """From now on a forward gets what `change(positions, slots)` returns; None: what it was given."""
+
+        def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            slots = step_slots()
+            positions = kwargs["positions"] if "positions" in kwargs else args[1]
+            if slots is None or positions is None or (changed := change(positions, slots)) is None:
+                return None
+            if self._in_place:
+                self._changed = positions, positions.clone()
+                positions.copy_(changed)
+                return None
+            if "positions" in kwargs:
+                return args, {**kwargs, "positions": changed}
+            return (args[0], changed, *args[2:]), kwargs
+
+        self._hooks.append(self._root.register_forward_pre_hook(prepare, with_kwargs=True))
+        if self._in_place:  # who has changed them last restores them first
+            self._hooks.append(self._root.register_forward_hook(self._restore, always_call=True, prepend=True))
+
+    def end(self) -> None:
+        """Ends the step; safe at any time."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._changed is not None:
+            positions, given = self._changed
+            positions.copy_(given)
+            self._changed = None
+
+
+class PositionShift:
+    """Lowers the positions passed to the model, for tokens whose keys and values go into shifted blocks.
+
+    index (vLLM's)      │ 0 1 2 │ 3 4 5 │ 6 7 8 │ 9 10        blocks of a request, 3 tokens each
+    ShiftedTokens(blocks 2 3, distance 3)
+    position            │ 0 1 2 │ 3 4 5 │ 3 4 5 │ 6 7
+    """
+
+    def __init__(self, root_module: nn.Module, block_size: int, *, in_place: bool = False) -> None:
+        """Takes the module that vLLM's runner calls, and the tokens of the scheduler's blocks; see `StepPositions`."""
+        self._positions = StepPositions(root_module, in_place=in_place)
+        self._block_size = block_size
+        self._blocks = self._distances = torch.empty(0, dtype=torch.int64)
 
     def begin(self, shifts: Sequence[ShiftedTokens]) -> None:
         """Shifts all forwards from now on. With no shifts, nothing happens."""
@@ -48,38 +85,17 @@ class PositionShift:
         blocks = sorted(distances)
         self._blocks = torch.tensor(blocks, dtype=torch.int64)
         self._distances = torch.tensor([distances[block] for block in blocks], dtype=torch.int64)
-        self._hooks.append(self._root.register_forward_pre_hook(self._lower, with_kwargs=True))
-        if self._in_place:
-            self._hooks.append(self._root.register_forward_hook(self._restore, always_call=True))
+        self._positions.begin(self._lowered)
 
     def end(self) -> None:
         """Ends the step; safe at any time."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._positions.end()
 
-    def _lower(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        slots = step_slots()
-        positions = kwargs["positions"] if "positions" in kwargs else args[1]
-        if slots is None or positions is None:
-            return None
+    def _lowered(self, positions: Tensor, slots: Tensor) -> Tensor:
         distances = self._distances_of(slots[: positions.shape[-1]])
         lowered = positions.clone()
-        tokens = lowered[..., : len(distances)]
-        tokens.sub_(distances).clamp_(min=0)
-        if self._in_place:
-            self._changed = (positions, positions.clone())
-            positions.copy_(lowered)
-            return None
-        if "positions" in kwargs:
-            return args, {**kwargs, "positions": lowered}
-        return (args[0], lowered, *args[2:]), kwargs
-
-    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._changed is not None:
-            positions, given = self._changed
-            positions.copy_(given)
-            self._changed = None
+        lowered[..., : len(distances)].sub_(distances).clamp_(min=0)
+        return lowered
 
     def _distances_of(self, slots: Tensor) -> Tensor:
         """[T]: the shift of each token; 0 for padding, whose slot is negative and so in no block."""

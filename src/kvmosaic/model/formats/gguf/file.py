@@ -102,7 +102,10 @@ def read_gguf(path: Path) -> GgufFile:
             num_bytes = file.seek(0, 2)
             if num_bytes == 0:
                 raise UnsupportedModel(f"{path} is empty (0 bytes); {_DOWNLOAD_AGAIN}")
-            _check_magic(path, _first_bytes(file))
+            file.seek(0)
+            if not (start := file.read(64)).startswith(MAGIC):
+                told = f"{path} is not a GGUF file: {what_begins_with(start)}"
+                raise UnsupportedModel(f"{told}; give a .gguf file, or the folder of a model")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 header = _read_header(path, _Cursor(path, data))
     except OSError as error:
@@ -110,18 +113,6 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelNotFound(f"{what} {path}; give a .gguf file, a folder of a model or a hub name") from None
     _check_whole(header)
     return header
-
-
-def _first_bytes(file: Any) -> bytes:
-    file.seek(0)
-    return bytes(file.read(64))
-
-
-def _check_magic(path: Path, start: bytes) -> None:
-    if start.startswith(MAGIC):
-        return
-    what = what_begins_with(start)
-    raise UnsupportedModel(f"{path} is not a GGUF file: {what}; give a .gguf file, or the folder of a model")
 
 
 class _Cursor:

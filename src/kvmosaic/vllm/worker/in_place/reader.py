@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvmosaic.attention.composed import apply_sinks, merge_partials
 from kvmosaic.attention.native.backend import NativeBackend
@@ -26,7 +26,7 @@ from kvmosaic.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.vllm.worker.layouts.cpu import CpuVectorLayout
 from kvmosaic.vllm.worker.layouts.layout import FORMATS
 from kvmosaic.vllm.worker.layouts.paged import pages_of
-from kvmosaic.vllm.worker.position_shift import step_slots
+from kvmosaic.vllm.worker.position_shift import StepPositions
 
 if TYPE_CHECKING:
     from kvmosaic.attention.triton import TritonReader
@@ -50,15 +50,13 @@ class DocumentReader:
         """
         self._places = places
         self._by_name = {place.name: place for place in places.layers}
-        self._is_paged, self._is_captured = is_paged, is_captured
-        self._changed: tuple[Tensor, Tensor] | None = None
-        """The positions that a forward was given, and what they were."""
+        self._is_paged = is_paged
+        self._positions = StepPositions(places.root, in_place=is_captured)
         self.num_forwards = 0
         """Forwards of the model in which documents were read."""
         self._masks = tuple(dict.fromkeys(place.mask for place in places.layers))
         self._backend = attention_backend()
         self._requests: tuple[InPlaceRequest, ...] = ()
-        self._hooks: list[Any] = []
         self._step: InPlaceStep | None = None
         self._reads: dict[MaskSpec, MaskReads] = {}
         self._room: tuple[Tensor, Tensor] | None = None
@@ -71,16 +69,11 @@ class DocumentReader:
         self.end()
         if requests:
             self._requests = tuple(requests)
-            root = self._places.root
-            self._hooks.append(root.register_forward_pre_hook(self._prepare, with_kwargs=True))
-            if self._is_captured:
-                self._hooks.append(root.register_forward_hook(self._restore, always_call=True))
+            self._positions.begin(self._prepare)
 
     def end(self) -> None:
         """Ends the step; safe at any time."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._positions.end()
         self._requests = ()
         self._take(None)
 
@@ -110,11 +103,7 @@ class DocumentReader:
         finally:
             self._take(None)
 
-    def _prepare(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        slots = step_slots()
-        positions = kwargs["positions"] if "positions" in kwargs else args[1]
-        if slots is None or positions is None:
-            return None
+    def _prepare(self, positions: Tensor, slots: Tensor) -> Tensor | None:
         # which rows read what is planned on the host: on a GPU, this waits for the device once per step
         rows = rows_of(self._requests, slots[: len(positions)].cpu(), self._places.block_size)
         step = self.step_of(rows)
@@ -124,19 +113,7 @@ class DocumentReader:
         self.num_forwards += 1
         moved = positions.clone()
         moved[step.rows] = step.positions.to(moved)
-        if self._is_captured:
-            self._changed = positions, positions.clone()
-            positions.copy_(moved)
-            return None
-        if "positions" in kwargs:
-            return args, {**kwargs, "positions": moved}
-        return (args[0], moved, *args[2:]), kwargs
-
-    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._changed is not None:
-            positions, given = self._changed
-            positions.copy_(given)
-            self._changed = None
+        return moved
 
     def step_of(self, rows: Sequence[OwnRows]) -> InPlaceStep | None:
         """The reads of these rows, as this reader takes them."""
