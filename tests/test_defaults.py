@@ -15,7 +15,7 @@ from support.tiny import save_tiny_model
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.model import LoadedModel
-from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR
+from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, MANY_ASKED_REPAIR
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SMALL = EngineConfig(request_cache_size="1MiB")
@@ -152,18 +152,14 @@ def test_documents_that_have_met_companions_are_repaired_by_the_first_question(m
             (CHAT, {"position_strategy": "shared"}, DEFAULT_REPAIR),
             (CHAT, {"chunk_context": "system"}, DEFAULT_REPAIR),
         ]:
-            for _ in range(2):
-                (output,) = llm.chat(messages, GREEDY, documents=DOCS, **options)
-                used = output.reuse.repair
-                assert (used and used.policy) == policy, messages
-
-
-def test_a_default_that_measures_never_refuses_a_prompt_for_its_size(tiny_model, monkeypatch):
-    monkeypatch.setattr("kvmosaic.engine.placement.are_short", lambda _: False)
-    with LLM(tiny_model, dtype="float32", self_check=False) as llm:
+            (output,) = llm.chat(messages, GREEDY, documents=DOCS, **options)
+            used = output.reuse.repair
+            assert (used and used.policy) == policy, messages
+        (output,) = llm.chat(CHAT, GREEDY, documents=[letter * 40 for letter in "abcdefghi"])
+        assert output.reuse.repair.policy == MANY_ASKED_REPAIR
         monkeypatch.setattr("kvmosaic.engine.placement.MAX_REPAIR_LOOKS", 60)
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
-        assert output.reuse.repair is None
+        assert output.reuse.repair is None, "a default never refuses a prompt for its size"
 
 
 @pytest.mark.slow

@@ -186,11 +186,9 @@ class ChunkCacheConfig:
         rules = strategy_named(strategy)
         return "system" if rules.overlaps or rules.takes_offsets else self.chunk_context
 
-    def repair_after(self, context: ChunkContext, *, has_scores: bool) -> str | RepairPolicy:
-        """Repair of documents that saw this and are not alike: after companions by the question, if it is measured."""
-        if context != "companions" or self.says("repair"):
-            return self.repair
-        return ASKED_REPAIR if has_scores else "none"
+    def repair_after(self, context: ChunkContext, asked: str) -> str | RepairPolicy:
+        """Repair of documents that saw this and are not alike; `asked`, by the question, after companions."""
+        return asked if context == "companions" and not self.says("repair") else self.repair
 
     @property
     def capacity_bytes(self) -> int | None:

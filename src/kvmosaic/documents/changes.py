@@ -90,7 +90,7 @@ class TenantChanges:
         change = self._next("last_change")
         is_same = False
         with suppress(DocumentDamaged):
-            is_same = before is not None and content_of(before, has_label=False).reads_like(content)
+            is_same = before is not None and content_of(before).reads_like(content)
         pinned = bool(draft.pinned) if draft.pinned is not None or before is None else before.pinned
         document = {
             "change": change,

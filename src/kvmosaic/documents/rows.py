@@ -216,9 +216,9 @@ def is_one(table: Table, tenant: str, document_id: str) -> ColumnElement[bool]:
     return and_(table.c.tenant == tenant, table.c.id == document_id)
 
 
-def content_of(row: AnyRow, *, has_label: bool) -> StoredText:
+def content_of(row: AnyRow) -> StoredText:
     """The text of a row of `WHOLE`, or the head of a row of `HEADS`."""
-    label = label_of(row.id, row.text_number) if has_label else ""
+    label = label_of(row.id, row.text_number)
     if "text" in row._fields:
         return StoredText(text_of(row), row.title, row.id, row.priority, label=label)
     return TextHead("", row.title, row.id, row.priority, label=label)

@@ -122,8 +122,6 @@ class DocumentStore:
         version_seconds: float = 3_600,
         limits: StoreLimits | None = None,
         clock: Callable[[], float] | None = None,
-        make_id: Callable[[], str] = lambda: f"doc-{secrets.token_hex(12)}",
-        has_labels: bool = True,
     ) -> None:
         """Opens the documents at a place; see `DocumentDatabase`.
 
@@ -133,8 +131,6 @@ class DocumentStore:
             version_seconds: how long a replaced text stays readable by its version; 0: it is gone at once.
             limits: how much one tenant may store.
             clock: unix seconds; by default the system's time, and for TTLs one that does not jump with it.
-            make_id: returns an id for a document created without one.
-            has_labels: whether texts get labels; False where chunks are not found by their names.
 
         Raises:
             InvalidConfig: the place cannot be used.
@@ -145,8 +141,6 @@ class DocumentStore:
         self._database = DocumentDatabase(place)
         self._wall: Callable[[], float] = clock or time.time
         self._clock: Callable[[], float] = clock or self._database.clock
-        self._make_id = make_id
-        self._has_labels = has_labels
         self._lock = Lock()
         """Guards what follows."""
         self._hits: dict[tuple[str, str], _Hits] = {}
@@ -165,7 +159,7 @@ class DocumentStore:
             DocumentTooLarge, DocumentStoreFull: see `StoreLimits`.
             DocumentStoreUnavailable: the database cannot be written to; so for all methods.
         """
-        document_id = self._make_id() if document_id is None else check_id(document_id)
+        document_id = _new_id() if document_id is None else check_id(document_id)
         with self._changes(tenant) as (changes, connection):
             changes.read([document_id])
             if changes.version(document_id) is not None:
@@ -207,7 +201,7 @@ class DocumentStore:
             For each the document, without its text, or why it was refused. Of those with the same id, the last one
             that can be stored counts.
         """
-        named = [(self._make_id() if document_id is None else document_id, draft) for document_id, draft in drafts]
+        named = [(_new_id() if document_id is None else document_id, draft) for document_id, draft in drafts]
         refused = dict[int, KVMosaicError]()
         stored = dict[str, StoredDocument]()
         with self._changes(tenant) as (changes, connection):
@@ -296,7 +290,7 @@ class DocumentStore:
         found = list[str]()
         for row in rows:
             with _tolerated("it is no companion"):
-                found.append(content_of(row, has_label=False).plain_text)
+                found.append(content_of(row).plain_text)
         return tuple(found) or None
 
     def documents(self, tenant: str) -> list[StoredDocument]:
@@ -378,7 +372,7 @@ class DocumentStore:
                 replace(
                     document,
                     version=row.version,
-                    content=replace(head, title=row.title, label=self._label(document_id, row.number)),
+                    content=replace(head, title=row.title, label=label_of(document_id, row.number)),
                     num_bytes=row.num_bytes,
                 )
                 for row in connection.execute(EARLIER_TEXTS, values)
@@ -470,7 +464,7 @@ class DocumentStore:
                     continue
                 values = {"tenant": tenant, "id": document_id, "now": self._clock()}
                 if document.content.label == label or any(
-                    self._label(document_id, row.number) == label for row in connection.execute(EARLIER_TEXTS, values)
+                    label_of(document_id, row.number) == label for row in connection.execute(EARLIER_TEXTS, values)
                 ):
                     found[chunk_name] = document
         return found
@@ -550,7 +544,7 @@ class DocumentStore:
             )
             yield changes, connection
             changes.finish()
-        if self._has_labels and changes.retired:
+        if changes.retired:
             with self._lock:
                 self._superseded.extend(SupersededText(tenant, label) for label in changes.retired)
 
@@ -582,7 +576,7 @@ class DocumentStore:
                 f"Replaced texts stay {self.version_seconds:.0f} s after their last use; leave version out"
             )
         text = text_of(row)
-        content = replace(document.content, text=text, title=row.title, label=self._label(document.id, row.number))
+        content = replace(document.content, text=text, title=row.title, label=label_of(document.id, row.number))
         return replace(document, version=version, content=content, num_characters=len(text), num_bytes=row.num_bytes)
 
     def _head(self, connection: Connection, tenant: str, document_id: str, match: Match | None = None) -> AnyRow:
@@ -614,7 +608,7 @@ class DocumentStore:
 
     def _document(self, tenant: str, row: AnyRow) -> StoredDocument:
         """The document of a row, with hits that are not yet written."""
-        document = document_of(row, content_of(row, has_label=self._has_labels), drift=self._drift())
+        document = document_of(row, content_of(row), drift=self._drift())
         waiting = self._hits.get((tenant, row.id))
         if waiting is None:
             return document
@@ -632,9 +626,6 @@ class DocumentStore:
             for tenant, document_id, counted in unwritten:
                 since = self._hits.setdefault((tenant, document_id), _Hits(0, counted.last_used_at))
                 since.number += counted.number
-
-    def _label(self, document_id: str, text_number: int) -> str:
-        return label_of(document_id, text_number) if self._has_labels else ""
 
     def _drift(self) -> float:
         """Seconds by which the system's clock has jumped ahead of the clock of `expires_at`."""
@@ -734,3 +725,7 @@ def _check_match(document_id: str, version: int | None, match: Match | None) -> 
     if match is not None and not match.fits(version):
         stored = "is not stored" if version is None else f"has version {version}"
         raise DocumentChanged(f"the document {document_id!r} {stored}, which If-Match does not name; read it again")
+
+
+def _new_id() -> str:
+    return f"doc-{secrets.token_hex(12)}"

@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 WARM_WINDOW = 16
 """Max concurrent warm-ups per call, so that a long list does not delay other requests."""
-"""Polling interval of `drain`, in seconds."""
 
 
 class AsyncEngine:

@@ -37,7 +37,18 @@ from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, likeness_of
 from kvmosaic.prompt.found_documents import PASTED, TOOL_RESULT
-from kvmosaic.repair import Alike, FullRepair, NameFinder, Names, NoRepair, RepairPolicy, repair_policy
+from kvmosaic.repair import (
+    ASKED_REPAIR,
+    FEW_DOCUMENTS,
+    MANY_ASKED_REPAIR,
+    Alike,
+    FullRepair,
+    NameFinder,
+    Names,
+    NoRepair,
+    RepairPolicy,
+    repair_policy,
+)
 from kvmosaic.sampling import Period
 
 if TYPE_CHECKING:
@@ -266,8 +277,9 @@ class Placer:
         is_free = said.window is None and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         config, repairs_states = self._config, self._kv_cache.repaired_tokens > 0  # which companions do not help
-        has_scores = has_looks and self._is_asked(prompt)
-        after = config.repair_after(layout.chunk_context, has_scores=has_scores)
+        is_few = sum(not chunk.continues for chunk in prompt.chunks) <= FEW_DOCUMENTS
+        asked = ASKED_REPAIR if is_few else MANY_ASKED_REPAIR
+        after = config.repair_after(layout.chunk_context, asked if has_looks and self._is_asked(prompt) else "none")
         usual = repair_policy(config.repair if repairs_states else after)
         if in_full and is_free and prompt.num_tokens < self._max_in_full:
             yield FullRepair()
@@ -278,7 +290,7 @@ class Placer:
 
     def _is_asked(self, prompt: Prompt) -> bool:
         """Whether its question is measured by default: not after other turns, which would be computed again."""
-        fits = prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and prompt.num_tokens <= 4 * self._max_in_full
+        fits = prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and prompt.num_tokens <= 2 * self._max_in_full
         turns = (part.history_tokens or part.origin in (TOOL_RESULT, PASTED) for part in prompt.segments)
         return fits and not (prompt.has_tools or any(turns) or self._model.no_scores_reason)
 

@@ -209,15 +209,14 @@ class Sequence:
         self.allocation = allocation
         self.status = SequenceStatus.RUNNING
         self.pending = None
-        self.num_reused = tuple(
+        kept = (SegmentKind.CHUNK, SegmentKind.SYSTEM, SegmentKind.TEXT)
+        found = [
             span.num_computed if span.is_owner or span.chunk is None else span.num_tokens for span in allocation.spans
-        )
-        is_kept = (SegmentKind.CHUNK, SegmentKind.SYSTEM, SegmentKind.TEXT)
-        kept = [span.kind in is_kept for span in allocation.spans]
-        self.num_reused = tuple(
-            min(count, self._found_before[index]) if index < len(self._found_before) and kept[index] else count
-            for index, count in enumerate(self.num_reused)
-        )
+        ]
+        for index, (span, before) in enumerate(zip(allocation.spans, self._found_before, strict=False)):
+            if span.kind in kept:
+                found[index] = min(found[index], before)
+        self.num_reused = tuple(found)
         if self.counters is not None:
             self.counters.begin(self._num_text)
         if not self._found_before:

@@ -3,7 +3,9 @@
 from kvmosaic.repair.policy import (
     ASKED_REPAIR,
     DEFAULT_REPAIR,
+    FEW_DOCUMENTS,
     FORMS,
+    MANY_ASKED_REPAIR,
     MEASURED,
     Alike,
     ChunkSignals,

@@ -316,8 +316,8 @@ class NameFinder:
 
 
 DEFAULT_REPAIR = "first(8)"
-ASKED_REPAIR = "query(0.05)"
-"""The default of documents that have met companions: without it, facts of one kind in six of them are mixed up."""
+ASKED_REPAIR, MANY_ASKED_REPAIR, FEW_DOCUMENTS = "query(0.05)", "query(0.3)", 8
+"""The defaults of documents that have met companions, few or more: without, facts of one kind in them are mixed up."""
 MAX_POLICY_CHARACTERS = 100
 FORMS = "none, first(k), names, alike, deviation(fraction), query(fraction), combined(fraction), full"
 _SIGNALS = frozenset(get_args(Signal))

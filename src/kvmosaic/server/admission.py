@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from kvmosaic.container import limited_call
@@ -308,7 +308,8 @@ class RequestThreads:
         if self._is_closed:
             raise self._closing()
         self._check(tenant)
-        work = self._pool.submit(tenant, self._limited(function), *args, **kwargs)
+        limited = partial(limited_call, self._cpu_seconds, partial(function, *args, **kwargs))
+        work = self._pool.submit(tenant, limited)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         awaited = asyncio.wrap_future(work)
@@ -340,13 +341,6 @@ class RequestThreads:
         num_of_tenant = list(self.awaited.values()).count(tenant)
         if num_of_tenant >= admission.max_queue_per_tenant + NUM_THREADS:
             raise admission.full(f"{num_of_tenant} requests of {tenant!r} wait to be read", "tenant_queue_full")
-
-    def _limited(self, function: Callable[P, T]) -> Callable[P, T]:
-        @wraps(function)
-        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-            return limited_call(self._cpu_seconds, partial(function, *args, **kwargs))
-
-        return limited
 
     def configure(self, tenants: Iterable[Tenant], cpu_seconds: float) -> None:
         """Changes weights and the limit, for work that comes from now on."""

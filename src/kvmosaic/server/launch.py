@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
+from kvmosaic.repair import ASKED_REPAIR
 from kvmosaic.server.middleware import StartupMiddleware
-from kvmosaic.server.model_loader import close_places, load_in_thread, open_places
+from kvmosaic.server.model_loader import close_places, in_daemon_thread, load, open_places
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for, trimmed_heap
 from kvmosaic.server.process.logs import progress_bar, set_up_logs
 from kvmosaic.server.read import flag_of, read_settings
@@ -267,7 +268,7 @@ class _Launch:
     async def _load(self) -> tuple[Services, ASGIApp] | None:
         """Loads the model; None if stopped before it is loaded."""
         with self._notices.status(f"loading {self._settings.model}"):
-            return await self._unless_stopped(load_in_thread(self._settings, self._tiers))
+            return await self._unless_stopped(in_daemon_thread(lambda: load(self._settings, self._tiers)))
 
     async def _unless_stopped(self, work: asyncio.Future[T]) -> T | None:
         """Returns the result of `work`; None if a signal to stop comes first."""
@@ -326,7 +327,8 @@ class _Launch:
         self._say(f"documents  {_room(llm, services.documents) if llm.has_chunk_cache else off}")
         if llm.profile is not None:
             config = llm.chunk_cache_config
-            repair = config.repair_after(config.context_in(), has_scores=not llm.model.no_scores_reason)
+            asked = "none" if llm.model.no_scores_reason else ASKED_REPAIR
+            repair = config.repair_after(config.context_in(), asked)
             chosen = f"{config.position_strategy} positions, repair {repair}"
             self._say(f"profile    of {llm.profile.date}: {chosen}")
         if (offloader := llm.engine.offloader) is not None:

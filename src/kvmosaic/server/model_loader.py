@@ -66,14 +66,6 @@ def load_llm(settings: ServerSettings, tiers: Sequence[Tier] | None = None) -> L
     return llm
 
 
-def load_in_thread(settings: ServerSettings, tiers: Sequence[Tier]) -> asyncio.Future[tuple[Services, FastAPI]]:
-    """Loads the model and builds the app over it, in a daemon thread.
-
-    Importing torch alone takes seconds, during which the process already answers probes.
-    """
-    return in_daemon_thread(lambda: _load(settings, tiers))
-
-
 def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Runs something long in a thread that the process need not wait for at its end."""
     loop = asyncio.get_running_loop()
@@ -96,7 +88,8 @@ def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return done
 
 
-def _load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, FastAPI]:
+def load(settings: ServerSettings, tiers: Sequence[Tier]) -> tuple[Services, FastAPI]:
+    """Loads the model and builds the app over it; importing torch alone takes seconds."""
     import anyio
 
     from kvmosaic.server.app import build_app

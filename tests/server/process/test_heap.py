@@ -63,6 +63,7 @@ asyncio.run(main())
 ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library has no malloc_trim")
 
 
+@pytest.mark.slow
 @ONLY_GLIBC
 @pytest.mark.parametrize("program", [BURST, ARENAS], ids=["memory that a burst has freed goes back", "two arenas"])
 def test_the_heap_of_a_server_stays_small(program: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,9 +48,18 @@ class PromptSources:
         return _template_of(self.llm)
 
     @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters beside the model's weights."""
+        return self.llm.model.adapters
+
+    @property
     def max_positions(self) -> int | None:
         """Maximum number of tokens of a prompt and its answer; None: unlimited."""
         return self.llm.engine.max_positions
+
+    def bare(self, text: str) -> Sequence[int]:
+        """Returns the tokens of a text without the tokens that begin a prompt."""
+        return self.llm.encoder.bare(text)
 
     def sampling_defaults(self) -> Defaults:
         """Returns the defaults for omitted fields: the model's generation configuration, if the settings enable it."""
@@ -112,7 +121,7 @@ def answering_model(sources: PromptSources, request: Request, name: str | None) 
     settings = sources.settings
     if name in (None, *settings.model_names) or settings.strict or settings.strict_model_names:
         return served_model(sources, name)
-    if name in sources.llm.model.adapters:
+    if name in sources.adapters:
         message = f"{name!r:.80} is the name of an adapter; send it as 'adapter', and leave the model out"
         raise ApiError(404, message, code="model_not_found", param="model")
     model = settings.model_names[0]

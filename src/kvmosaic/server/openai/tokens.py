@@ -128,7 +128,7 @@ def _read(sources: PromptSources, tenant: Tenant, body: TokenizeText | TokenizeC
     if body.add_special_tokens is False:
         if body.documents:
             raise InvalidPrompt("documents go with add_special_tokens=true only")
-        return text_prompt(sources, tenant, body, sources.llm.encoder.bare(body.prompt))
+        return text_prompt(sources, tenant, body, sources.bare(body.prompt))
     return text_prompt(sources, tenant, body, body.prompt)
 
 

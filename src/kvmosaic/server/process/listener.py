@@ -8,7 +8,6 @@ import ctypes
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import h11
 import uvicorn
@@ -66,8 +65,8 @@ def listener_for(app: ASGIApp, settings: ServerSettings) -> Listener:
         app,
         http=Connection,
         root_path=settings.root_path,
-        ssl_keyfile=_path(settings.ssl_keyfile),
-        ssl_certfile=_path(settings.ssl_certfile),
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
         log_config=None,
         log_level=None,
         access_log=False,  # ours has the id of a request, how long it took, and why it was refused
@@ -122,10 +121,6 @@ def address_of(settings: ServerSettings, place: socket.socket) -> str:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{host}:{place.getsockname()[1]}{settings.root_path}"
-
-
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 class Connection(H11Protocol):
