@@ -70,7 +70,6 @@ class Scheduler:
         self.preemption = Preemption(kv_cache, self.shares, swap, clock)
         self.is_paused = False
         """Whether no sequence is admitted, so that the running ones can finish."""
-        """Whether no sequence is admitted, so that the running ones can finish."""
         self._times = StepTimes()
         self._seen: dict[str, float] = {}
         """By tenant: when it last had unfinished requests."""
@@ -116,7 +115,7 @@ class Scheduler:
     def replan(self, sequence: Sequence) -> None:
         """Frees a running sequence's blocks and queues it again: its layout has changed."""
         assert sequence.allocation is not None
-        sequence.spans_before = tuple(sequence.allocation.spans)
+        sequence.spans_before = sequence.spans_before or tuple(sequence.allocation.spans)
         self.running.remove(sequence)
         self._release(sequence)
         sequence.replanned()
