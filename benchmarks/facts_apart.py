@@ -150,7 +150,10 @@ def main() -> None:
             name = f"snippets of {words} words" + (", two articles" if together == 2 else "")
             sets[name] = about_one(data, count, words, together)
     asked = {name: list(cases) for name, cases in sets.items() if name in (given.sets or sets)}
-    kinds = {name: [document.text for document in cases.pop().documents[:3]] for name, cases in asked.items()}
+    beside: dict[str, Companions] = {
+        name: {"": None, "of its kind": [each.text for each in cases.pop().documents[:3]], "of prose": prose}
+        for name, cases in asked.items()
+    }
     sets = {name: iter(cases) for name, cases in asked.items()}
     found = {name: dict.fromkeys(("questions", "tokens of a prompt", *given.ways), 0.0) for name in sets}
     with LLM(given.model, engine=given.engine, num_threads=given.threads) as llm:
@@ -158,9 +161,7 @@ def main() -> None:
             for name in list(sets):
                 cases, row = list(islice(sets[name], TURN)), found[name]
                 for case in cases:
-                    num_tokens, right = answered(
-                        llm, case, given.ways, {"": None, "of its kind": kinds[name], "of prose": prose}
-                    )
+                    num_tokens, right = answered(llm, case, given.ways, beside[name])
                     row["questions"] += 1
                     row["tokens of a prompt"] += (num_tokens - row["tokens of a prompt"]) / row["questions"]
                     for way, score in right.items():

@@ -36,7 +36,7 @@ from kvmosaic.layout import (
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, likeness_of
-from kvmosaic.prompt.found_documents import PASTED, TOOL_RESULT
+from kvmosaic.prompt.found_documents import is_of_agent
 from kvmosaic.repair import (
     ASKED_REPAIR,
     FEW_DOCUMENTS,
@@ -257,6 +257,12 @@ class Placer:
                 return each
         return NoRepair()
 
+    @property
+    def first_repair(self) -> str | RepairPolicy:
+        """Repair of a first question about a few documents that are not alike."""
+        asked = "none" if self._model.no_scores_reason else ASKED_REPAIR
+        return self._config.repair_after(self._config.context_in(), asked)
+
     def reads_in_full(self, lengths: Sequence[int], context: ChunkContext | None = None) -> bool:
         """Whether documents of so many tokens are read in full by default, but by models made to read them apart."""
         is_usual = self._has_default and not self._config.says("chunk_context")
@@ -291,7 +297,7 @@ class Placer:
     def _is_asked(self, prompt: Prompt) -> bool:
         """Whether its question is measured by default: not after other turns, which would be computed again."""
         fits = prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and prompt.num_tokens <= 2 * self._max_in_full
-        turns = (part.history_tokens or part.origin in (TOOL_RESULT, PASTED) for part in prompt.segments)
+        turns = (part.history_tokens or is_of_agent(part) for part in prompt.segments)
         return fits and not (prompt.has_tools or any(turns) or self._model.no_scores_reason)
 
     def arrange(

@@ -114,11 +114,9 @@ class Scheduler:
 
     def replan(self, sequence: Sequence) -> None:
         """Frees a running sequence's blocks and queues it again: its layout has changed."""
-        assert sequence.allocation is not None
-        sequence.spans_before = sequence.spans_before or tuple(sequence.allocation.spans)
         self.running.remove(sequence)
-        self._release(sequence)
         sequence.replanned()
+        self._release(sequence)
         self.add(sequence)
 
     def schedule(self) -> Step:

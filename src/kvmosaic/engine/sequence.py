@@ -247,8 +247,10 @@ class Sequence:
         self.span_seconds[index] = self.span_seconds.get(index, 0.0) + seconds
 
     def replanned(self) -> None:
-        """Records a changed layout: it waits for blocks again, and reports the cache hits of its first allocation."""
+        """Records a changed layout: it waits for blocks again, and reports hits and misses of the first allocation."""
+        assert self.allocation is not None
         self._found_before = self.num_reused
+        self.spans_before = self.spans_before or tuple(self.allocation.spans)
         self.preempted()
 
     def preempted(self) -> None:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 
 from kvmosaic.errors import InvalidConfig, KVMosaicError
-from kvmosaic.repair import ASKED_REPAIR
 from kvmosaic.server.middleware import StartupMiddleware
 from kvmosaic.server.model_loader import close_places, in_daemon_thread, load, open_places
 from kvmosaic.server.process.listener import CLOSING_SECONDS, address_of, listen, listener_for, trimmed_heap
@@ -326,10 +325,7 @@ class _Launch:
         off = f"the chunk cache is off: {llm.chunk_cache_off_reason}"
         self._say(f"documents  {_room(llm, services.documents) if llm.has_chunk_cache else off}")
         if llm.profile is not None:
-            config = llm.chunk_cache_config
-            asked = "none" if llm.model.no_scores_reason else ASKED_REPAIR
-            repair = config.repair_after(config.context_in(), asked)
-            chosen = f"{config.position_strategy} positions, repair {repair}"
+            chosen = f"{llm.chunk_cache_config.position_strategy} positions, repair {llm.engine.placer.first_repair}"
             self._say(f"profile    of {llm.profile.date}: {chosen}")
         if (offloader := llm.engine.offloader) is not None:
             stats = offloader.tiered_store.tier_stats()

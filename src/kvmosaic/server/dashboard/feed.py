@@ -18,7 +18,6 @@ from kvmosaic.documents import DocumentStore
 from kvmosaic.engine import AsyncEngine
 from kvmosaic.errors import KVMosaicError
 from kvmosaic.llm import LLM
-from kvmosaic.repair import ASKED_REPAIR
 from kvmosaic.server.admission import AdmissionControl
 from kvmosaic.server.dashboard.views import (
     EngineSnapshot,
@@ -291,14 +290,13 @@ class Feed:
     def _server(self, tenant: Tenant) -> News:
         llm, settings = self._llm, self._settings
         config, max_tokens = llm.chunk_cache_config, llm.engine.max_positions or MAX_ANSWER_TOKENS
-        asked = "none" if llm.model.no_scores_reason else ASKED_REPAIR
         return {
             "model": settings.model_names[0],
             "is_toy": settings.model == BUNDLED_READER,
             "engine": str(llm.engine_facts),
             "chunk_cache": {"on": llm.has_chunk_cache, "reason": llm.chunk_cache_off_reason or None},
             "position_strategy": config.position_strategy,
-            "repair": str(config.repair_after(config.context_in(), asked)),
+            "repair": str(llm.engine.placer.first_repair),
             "profile": llm.profile.date if llm.profile is not None else None,
             "tenant": tenant.name,
             "is_admin": tenant.is_admin,

@@ -51,7 +51,7 @@ class FrontSettings:
             InvalidConfig, InvalidPreamble: a variable with an invalid value; the message names it.
         """
         known = (*FIELDS, *PROMPT_SETTINGS, *settings_of(StoreConfig))
-        given: dict[str, Any] = {name: environ[variable_of(name)] for name in known if environ.get(variable_of(name))}
+        given: dict[str, Any] = {name: value for name in known if (value := environ.get(variable_of(name)))}
         for name in given.keys() - FIELDS:
             given[name] = setting_named(name).parse(variable_of(name), given[name])
         return cls.of(**{"documents_dir": None, **given})
