@@ -18,6 +18,9 @@ ROW = "#documents > li[data-key='fenbury']"
 
 def test_documents_are_warmed_pinned_and_deleted_by_clicking(server: RunningServer, screen: Screen) -> None:
     screen.open(server.url).load_examples()
+    places = [screen.all(place)[0].rect for place in (ROW, "#ask")]
+    screen.until(lambda: screen.run("return known.documents.total") == 11, "the news of them")
+    assert [screen.all(place)[0].rect for place in (ROW, "#ask")] == places, "what one is about to click moves away"
     assert screen.text(f"{ROW} .tier") == "not cached"
     screen.menu(ROW, "warm")
     screen.until(lambda: screen.text(f"{ROW} .tier") == "on device", "the warmed document")
