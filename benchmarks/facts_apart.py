@@ -2,7 +2,7 @@
 
     python benchmarks/facts_apart.py MODEL --name qwen2.5-coder-0.5b --engine transformers --xquad xquad.en.json
 
-Questions over one of six or sixteen and over two made-up documents, as `kvmosaic eval` draws them, about one of five
+Questions over one of six to sixteen and over two made-up documents, as `kvmosaic eval` draws them, about one of five
 paragraphs, of up to sixteen snippets of one article or two, and of all paragraphs of two to four. The made-up documents
 are alone, or each in a paragraph of an article. An answer is right if it has the accepted words.
 Writes results/facts-apart-NAME.json after every few questions, and a table beside it.
@@ -28,7 +28,7 @@ from kvmosaic.lab.eval.case_measurement import contains_any
 from kvmosaic.lab.eval.tasks import OneHop, TwoHop
 from kvmosaic.prompt import Document
 
-POLICIES = ("none", "first(8)", "names", "query(0.05)", "query(0.08)", "query(0.15)", "query(0.3)")
+POLICIES = ("none", "first(8)", "names", "query(0.05)", "query(0.08)", "query(0.15)", "query(0.3)", "documents(3)")
 BESIDE = ("of its kind", "of prose")
 """Companions: three documents of another question of the set, or three paragraphs, and not the built-in one."""
 WAYS = ("full", "default", *POLICIES, *(f"{policy}, {beside}" for policy in POLICIES for beside in BESIDE))
@@ -133,16 +133,17 @@ def main() -> None:
     options.add_argument("--engine", default="auto")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--count", type=int, default=150)
+    options.add_argument("--seed", type=int, default=21)
     options.add_argument("--xquad", type=Path)
     options.add_argument("--sets", nargs="+", help="only these, as they are called in the results")
     options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:4])
     given = options.parse_args()
-    tasks, count, prose = (OneHop(), OneHop(16), TwoHop()), given.count + 1, None
-    sets = {str(task): iter(task.cases(21, count)) for task in tasks}
+    tasks, count, prose = (OneHop(), OneHop(9), OneHop(12), OneHop(16), TwoHop()), given.count + 1, None
+    sets = {str(task): iter(task.cases(given.seed, count)) for task in tasks}
     if given.xquad:
         data: Articles = json.loads(given.xquad.read_text(encoding="utf-8"))["data"]
         prose = [article["paragraphs"][3]["context"] for article in data[-3:]]
-        sets |= {f"{task} in paragraphs": in_paragraphs(task.cases(21, count), data) for task in tasks}
+        sets |= {f"{task} in paragraphs": in_paragraphs(task.cases(given.seed, count), data) for task in tasks}
         sets[f"one paragraph of {PARAGRAPHS}"] = about_one(data, count)
         for number in (2, 3, 4):
             sets[f"paragraphs of {number} articles"] = paragraphs(data, count, number)
@@ -169,7 +170,13 @@ def main() -> None:
                 if not cases:
                     del sets[name]
                 print(name, row, flush=True)
-            report = {"model": Path(given.model).name, "engine": given.engine, "threads": given.threads, "right": found}
+            report = {
+                "model": Path(given.model).name,
+                "engine": given.engine,
+                "threads": given.threads,
+                "seed": given.seed,
+                "right": found,
+            }
             save(f"facts-apart-{given.name}", report)
             (RESULTS / f"facts-apart-{given.name}.md").write_text(f"# Facts read apart: {given.name}\n\n{table(found)}")
 

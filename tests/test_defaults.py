@@ -140,7 +140,7 @@ def test_documents_after_the_first_have_met_a_companion_and_warming_computes_bot
 def test_documents_that_have_met_companions_are_repaired_by_the_first_question(monkeypatch):
     """A longer one would cost more than it brings, and earlier turns would be computed again at every turn."""
     monkeypatch.setattr("kvmosaic.engine.placement.are_short", lambda _: False)
-    monkeypatch.setattr("kvmosaic.engine.placement.MAX_ASKING_TOKENS", 90)
+    monkeypatch.setattr("kvmosaic.prompt.found_documents.MAX_ASKING_TOKENS", 90)
     turns = [*CHAT, {"role": "assistant", "content": "Where the ferry goes."}, *CHAT]
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     with LLM(chatting_llama(), self_check=False) as llm:
@@ -156,6 +156,9 @@ def test_documents_that_have_met_companions_are_repaired_by_the_first_question(m
             used = output.reuse.repair
             assert (used and used.policy) == policy, messages
         (output,) = llm.chat(CHAT, GREEDY, documents=[letter * 40 for letter in "abcdefghi"])
+        assert output.reuse.repair.policy == MANY_ASKED_REPAIR
+        monkeypatch.setattr(type(llm.model), "no_scores_reason", "it gives no attention")
+        (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
         assert output.reuse.repair.policy == MANY_ASKED_REPAIR
         monkeypatch.setattr("kvmosaic.engine.placement.MAX_REPAIR_LOOKS", 60)
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from kvmosaic.config import EngineConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.prompt import Prompt
 from kvmosaic.prompt.companions import are_short
-from kvmosaic.repair import NameFinder, Names
+from kvmosaic.repair import Names, WordFinder
 
 RECORDS = [
     "Invoice 20881: customer Halden Foods, amount 4,310 euros, paid by card.",
@@ -46,13 +47,13 @@ def tokenized(kind, text):
 def test_names_are_found_in_ids_as_in_the_text(kind, text):
     ids, expected = tokenized(kind, text)
     first = int(kind == "unigram")  # a space that is not in the text, and has the place of its first letter
-    assert NameFinder(make_tokenizer(kind=kind))(ids)[first:] == expected[first:]
+    assert WordFinder(make_tokenizer(kind=kind)).names(ids)[first:] == expected[first:]
 
 
 @given(TEXTS)
 def test_no_name_is_missed_where_a_character_is_several_tokens(texts):
     ids, expected = tokenized("byte_level", "".join(texts))
-    found = NameFinder(make_tokenizer(kind="byte_level"))(ids)
+    found = WordFinder(make_tokenizer(kind="byte_level")).names(ids)
     assert len(found) == len(ids) and all(one or not other for one, other in zip(found, expected, strict=True))
 
 
@@ -60,7 +61,7 @@ def test_names_of_documents_are_computed_again_and_the_first_document_is_exact()
     with LLM(chatting_llama(), profile=False) as llm:
         messages = [{"role": "user", "content": "Who is the contact?"}]
         prompt = llm.compose(messages, documents=RECORDS)
-        find = NameFinder(llm.model.tokenizer)
+        find = WordFinder(llm.model.tokenizer).names
         expected = sum(sum(find(chunk.token_ids)) for chunk in prompt.chunks[1:])
         params = SamplingParams(temperature=0, max_tokens=2, repair="names")
         (output,) = llm.chat(messages, params, documents=RECORDS, position_strategy="sequential")
@@ -68,6 +69,29 @@ def test_names_of_documents_are_computed_again_and_the_first_document_is_exact()
         assert output.reuse.repair.repaired_tokens == expected > 0
         again = llm.chat(messages, params, documents=RECORDS, position_strategy="sequential")[0]
         assert again.reuse.repair.computed_tokens == 0 and again.outputs == output.outputs
+
+
+def test_words_of_a_question_weigh_more_the_fewer_documents_have_them_and_nothing_in_most():
+    def weights(question, *texts):
+        token_ids = [tokenized("byte_level", text)[0] for text in (question, *texts)]
+        return WordFinder(make_tokenizer(kind="byte_level")).weights(token_ids[0], token_ids[1:])
+
+    found = weights("who is MR Torvin", "Mr torvin", "mr and who", "torvins mr", "here is", "", "is")
+    once, twice, thrice = (math.log(7 / (count + 0.5)) for count in (1, 2, 3))
+    assert found == pytest.approx([once + thrice, once + thrice, thrice, twice, 0, twice])
+    assert weights("mr torvin", "mr torvin", "mr", "mr")[1:] == [0.0, 0.0], "most have it"
+    assert weights("哪里有渡轮", "渡轮停在这里", "没有面包", "在这里")[0] > 0.0, "no spaces between words"
+
+
+def test_the_documents_with_the_words_of_the_question_are_computed_again():
+    documents = [f"{name} works in {place}. " * 3 for name, place in zip("ABCDEFG", "tuvwxyz", strict=True)]
+    with LLM(chatting_llama(), profile=False) as llm:
+        messages = [{"role": "user", "content": "Who is in w?"}]
+        params = SamplingParams(temperature=0, max_tokens=2, repair="documents(2)")
+        (output,) = llm.chat(messages, params, documents=documents, position_strategy="sequential")
+        assert output.reuse.repair.policy == "documents(2)"
+        chunks = llm.compose(messages, documents=documents).chunks
+        assert output.reuse.repair.repaired_tokens == chunks[3].num_tokens
 
 
 COMPANIONS = ["Invoice 20881: customer Halden Foods, amount 4,310 euros. Contact: Ms. Roth."]

@@ -13,6 +13,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.repair import (
     Alike,
+    AskedDocuments,
     ChunkSignals,
     Combined,
     FirstTokens,
@@ -34,6 +35,7 @@ POLICIES = st.one_of(
     st.builds(KeyDeviation, FRACTIONS),
     st.builds(QueryAttention, FRACTIONS),
     st.builds(Combined, FRACTIONS),
+    st.builds(AskedDocuments, st.integers(1, 2**20)),
 )
 
 
@@ -58,6 +60,7 @@ def chunk_lists(draw):
             draw(st.lists(scores, min_size=length, max_size=length)),
             draw(st.lists(scores, min_size=length, max_size=length)),
             draw(st.lists(st.booleans(), min_size=length, max_size=length)),
+            draw(scores),
             draw(st.booleans()),
         )
         for number, length in enumerate(lengths)
@@ -117,6 +120,13 @@ def test_first_takes_whole_chunks_where_they_are_shorter():
     assert [list(tokens) for tokens in FirstTokens(3).choose(chunks)] == [[], [0, 1], [0, 1, 2]]
 
 
+def test_documents_with_half_of_the_best_ones_words_are_chosen_whole():
+    chunks = [ChunkSignals(len(str(words)), words == 9.5, words=words) for words in (4.7, 4.75, 0.0, 9.5, 4.75, 12.25)]
+    assert [len(tokens) for tokens in AskedDocuments(9).choose(chunks[:5])] == [0, 4, 0, 0, 4], "one is exact"
+    assert [len(tokens) for tokens in AskedDocuments(2).choose(chunks[:5])] == [0, 4, 0, 0, 0], "the earlier of two"
+    assert [len(tokens) for tokens in AskedDocuments(2).choose(chunks)] == [0, 0, 0, 0, 0, 5]
+
+
 @given(POLICIES)
 def test_the_text_of_a_policy_is_read_back_as_the_same_policy(policy):
     assert repair_policy(str(policy)) == policy
@@ -136,6 +146,7 @@ def test_the_text_of_a_policy_is_read_back_as_the_same_policy(policy):
         ("deviation( 0.2 )", KeyDeviation(0.2)),
         ("query(1)", QueryAttention(1)),
         ("combined(5e-2)", Combined(0.05)),
+        ("documents(3)", AskedDocuments(3)),
     ],
 )
 def test_forms_are_read(text, policy):
@@ -154,6 +165,7 @@ def test_forms_are_read(text, policy):
         ("query(,)", "'' is no number|with 2 numbers"),
         ("query(0.1, 0.2)", "with 2 numbers"),
         ("none(1)", "with 1 numbers"),
+        ("documents(0.5)", "computes 1 to 1048576 documents, got 0.5"),
         ("query(0)", "above 0, at most 1, got 0"),
         ("query(1.5)", "above 0, at most 1, got 1.5"),
         ("deviation(nan)", "got nan"),

@@ -36,17 +36,17 @@ from kvmosaic.layout import (
 from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.prompt import Prompt, Segment, SegmentKind, check_length
 from kvmosaic.prompt.companions import Likeness, alike_pairs, are_short, likeness_of
-from kvmosaic.prompt.found_documents import is_of_agent
+from kvmosaic.prompt.found_documents import is_first_question
 from kvmosaic.repair import (
     ASKED_REPAIR,
     FEW_DOCUMENTS,
     MANY_ASKED_REPAIR,
     Alike,
     FullRepair,
-    NameFinder,
     Names,
     NoRepair,
     RepairPolicy,
+    WordFinder,
     repair_policy,
 )
 from kvmosaic.sampling import Period
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 
 CHOSEN_ORDER = "the cache chose the order of documents"
-MAX_ASKING_TOKENS = 512
-"""Of a question whose attention is measured by default: it is computed twice."""
 
 
 def in_best_order(prompt: Prompt, layout: Layout, kv_cache: KVCache, *, moves_sections: bool = True) -> Prompt:
@@ -176,7 +174,7 @@ class Placer:
         """Repair policy of requests that do not set one."""
         self.max_positions = max_positions
         self._model = model
-        self._names = NameFinder(model.tokenizer)
+        self._words = WordFinder(model.tokenizer)
         self._config = config
         self._contexts = {name: config.context_in(name) for name in strategy_names()}
         self._clock = clock
@@ -237,7 +235,7 @@ class Placer:
             prompt, layout = ordered, self.arrange(ordered, said.strategy, said.context, said.window)
             remarks.append(CHOSEN_ORDER)
         first = self._kv_cache.repaired_tokens
-        planned = repair_of(policy, layout, self._model, self._names, has_window=said.window is not None, first=first)
+        planned = repair_of(policy, layout, self._model, self._words, has_window=said.window is not None, first=first)
         if planned is not None and planned.is_full:
             whole = self.arrange(prompt.joined(), window=said.window)  # asked for, full attention is the base model's
             layout = replace(whole, adapter=layout.adapter) if is_default else whole
@@ -260,8 +258,7 @@ class Placer:
     @property
     def first_repair(self) -> str | RepairPolicy:
         """Repair of a first question about a few documents that are not alike."""
-        asked = "none" if self._model.no_scores_reason else ASKED_REPAIR
-        return self._config.repair_after(self._config.context_in(), asked)
+        return self._config.repair_after(self._config.context_in(), self._asked_repair())
 
     def reads_in_full(self, lengths: Sequence[int], context: ChunkContext | None = None) -> bool:
         """Whether documents of so many tokens are read in full by default, but by models made to read them apart."""
@@ -283,9 +280,9 @@ class Placer:
         is_free = said.window is None and not layout.rules.takes_offsets
         has_looks = len(prompt.chunks) * prompt.num_tokens <= MAX_REPAIR_LOOKS
         config, repairs_states = self._config, self._kv_cache.repaired_tokens > 0  # which companions do not help
-        is_few = sum(not chunk.continues for chunk in prompt.chunks) <= FEW_DOCUMENTS
-        asked = ASKED_REPAIR if is_few else MANY_ASKED_REPAIR
-        after = config.repair_after(layout.chunk_context, asked if has_looks and self._is_asked(prompt) else "none")
+        asked = self._asked_repair(sum(not chunk.continues for chunk in prompt.chunks))
+        is_asked = has_looks and is_first_question(prompt) and prompt.num_tokens <= 2 * self._max_in_full
+        after = config.repair_after(layout.chunk_context, asked if is_asked else "none")
         usual = repair_policy(config.repair if repairs_states else after)
         if in_full and is_free and prompt.num_tokens < self._max_in_full:
             yield FullRepair()
@@ -294,11 +291,8 @@ class Placer:
         if prompt.chunks:
             yield usual
 
-    def _is_asked(self, prompt: Prompt) -> bool:
-        """Whether its question is measured by default: not after other turns, which would be computed again."""
-        fits = prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and prompt.num_tokens <= 2 * self._max_in_full
-        turns = (part.history_tokens or is_of_agent(part) for part in prompt.segments)
-        return fits and not (prompt.has_tools or any(turns) or self._model.no_scores_reason)
+    def _asked_repair(self, num_documents: int = 1) -> str:
+        return MANY_ASKED_REPAIR if self._model.no_scores_reason or num_documents > FEW_DOCUMENTS else ASKED_REPAIR
 
     def arrange(
         self,

@@ -21,10 +21,10 @@ from kvmosaic.repair import (
     ChunkSignals,
     FirstTokens,
     FullRepair,
-    NameFinder,
     NoRepair,
     RepairPolicy,
     Signal,
+    WordFinder,
     checked_choice,
 )
 from kvmosaic.sampling import RepairUse
@@ -47,8 +47,8 @@ class RequestRepair:
     layout: Layout
     """As arranged, without repair."""
     num_layers: int
-    names: NameFinder | None = None
-    """What finds names, for a policy that asks for them."""
+    words: WordFinder | None = None
+    """What finds names and the question's words, for a policy that asks for them."""
     is_measuring: bool = False
     """Whether signals are still to be measured before tokens are chosen."""
     shares: dict[int, Tensor] = field(default_factory=dict)
@@ -92,14 +92,20 @@ class RequestRepair:
         """
         self.is_measuring = False
         chunks, open_chunks = self.chunks, set(self.open_chunks)
-        later = like_one_before(self.layout.chunk_token_ids) if "alike" in self.policy.signals else ()
+        asks, spans = self.policy.signals, self.layout.spans
+        names = self.words.names if self.words and "names" in asks else lambda _: ()
+        words = [0.0] * len(chunks)
+        if self.words and "words" in asks:
+            words = self.words.weights(self.layout.last.token_ids, [spans[index].token_ids for index in chunks])
+        later = like_one_before(self.layout.chunk_token_ids) if "alike" in asks else ()
         known = [
             ChunkSignals(
-                self.layout.spans[index].num_tokens,
+                spans[index].num_tokens,
                 index not in open_chunks,
-                self.deviations.get(index, [0.0] * self.layout.spans[index].num_tokens if self.deviations else ()),
+                self.deviations.get(index, [0.0] * spans[index].num_tokens if self.deviations else ()),
                 self.shares[index].tolist() if index in self.shares else (),
-                self.names(self.layout.spans[index].token_ids) if self.names and index in open_chunks else (),
+                names(spans[index].token_ids) if index in open_chunks else (),
+                words[number],
                 number in later,
             )
             for number, index in enumerate(chunks)
@@ -183,7 +189,7 @@ class QuestionObserver:
 
 
 def repair_of(
-    policy: RepairPolicy, layout: Layout, model: EngineModel, names: NameFinder, *, has_window: bool, first: int = 0
+    policy: RepairPolicy, layout: Layout, model: EngineModel, words: WordFinder, *, has_window: bool, first: int = 0
 ) -> RequestRepair | None:
     """Returns the repair of a request; None if there is nothing to repair.
 
@@ -194,7 +200,7 @@ def repair_of(
         return None
     if reason := why_not_repaired(policy, layout, model, has_window=has_window, first=first):
         raise InvalidRepair(reason)
-    return RequestRepair(policy, layout, len(model.layers), names if "names" in policy.signals else None)
+    return RequestRepair(policy, layout, len(model.layers), words)
 
 
 def why_not_repaired(
@@ -242,10 +248,11 @@ def unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
             f"a whole; {kept} 'none' or 'full', or start with repair='{wanted}'"
         )
     needed: frozenset[Signal] = MEASURED & policy.signals
-    if "names" in policy.signals and model.tokenizer is None:
+    if policy.signals & {"names", "words"} and model.tokenizer is None:
         return f"repair={policy} reads the text of tokens, and there is no tokenizer; use 'first(k)'"
     if (reason := model.no_scores_reason) and needed:
-        return f"repair={policy} measures attention, and {reason}; use 'none', 'full', 'names' or 'first(k)'"
+        usable = "'none', 'full', 'names', 'documents(k)' or 'first(k)'"
+        return f"repair={policy} measures attention, and {reason}; use {usable}"
     if "deviation" in needed and len(model.layers) < 2:
         return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "

@@ -13,7 +13,7 @@ STATES = ("free", "idle", "held")
 STORED = ("stored", "dropped", "failed")
 FETCHED = ("fetched", "missed", "late", "invalid", "skipped")
 """Values of the label `outcome`: results of stores to the tiers, and of fetches from them."""
-POLICIES = ("first", "names", "alike", "deviation", "query", "combined", "full", "other")
+POLICIES = ("first", "names", "alike", "documents", "deviation", "query", "combined", "full", "other")
 """Values of the label `policy`: repair policies without their numbers; other: a custom one."""
 REPAIR_ACTIONS = ("reused", "computed")
 
@@ -121,7 +121,8 @@ PROMPT_TOKENS = _family(
 REPAIRS = _family(
     "repairs",
     "counter",
-    "Prompts with repaired documents, by `policy`: first, names, alike, deviation, query, combined, full, or other.",
+    "Prompts with repaired documents, by `policy`: first, names, alike, documents, deviation, query, combined, full, "
+    "or other.",
     "policy",
 )
 REPAIRED_TOKENS = _family(

@@ -37,6 +37,7 @@ from kvmosaic.prompt.text_pieces import TextPiece, foreign, joined, template
 from kvmosaic.prompt.tokenizer import Encoded
 
 _EMPTY_LINE = "\n\n"
+MAX_ASKING_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,12 @@ TOOL_RESULT, PASTED = "tool result", "pasted block"
 def is_of_agent(document: Segment | FoundDocument) -> bool:
     """Whether it is a document in an agent's history: a long one is divided, so that an edit costs a part."""
     return document.origin in (TOOL_RESULT, PASTED)
+
+
+def is_first_question(prompt: Prompt) -> bool:
+    """Whether a prompt ends in a question of at most 512 tokens, before which nobody but its documents has spoken."""
+    said = (part.history_tokens or is_of_agent(part) for part in prompt.segments)
+    return prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and not (prompt.has_tools or any(said))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from kvmosaic.repair.policy import (
     MANY_ASKED_REPAIR,
     MEASURED,
     Alike,
+    AskedDocuments,
     ChunkSignals,
     Combined,
     FirstTokens,
     FullRepair,
     KeyDeviation,
-    NameFinder,
     Names,
     NoRepair,
     QueryAttention,
@@ -24,3 +24,4 @@ from kvmosaic.repair.policy import (
     highest_scored,
     repair_policy,
 )
+from kvmosaic.repair.words import WordFinder

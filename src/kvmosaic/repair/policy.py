@@ -9,22 +9,21 @@ from __future__ import annotations
 import math
 import operator
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol, SupportsIndex, get_args, runtime_checkable
+from typing import ClassVar, Literal, Protocol, SupportsIndex, get_args, runtime_checkable
 
 from kvmosaic.errors import InvalidRepair
 
 _ROUNDING = 1e-6
-Signal = Literal["deviation", "attention", "names", "alike"]
+Signal = Literal["deviation", "attention", "names", "words", "alike"]
 MEASURED: frozenset[Signal] = frozenset({"deviation", "attention"})
 """Signals that are measured by running the model."""
 _DEVIATION_PART = 0.5
-MAX_FIRST_TOKENS = 2**20
+MAX_COUNT = 2**20
+"""Of tokens or documents that a policy names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,9 @@ class ChunkSignals:
     the later half of the layers. Empty unless requested."""
     names: Sequence[bool] = ()
     """By token: whether it belongs to a word with a digit or a capital letter. Empty unless requested."""
+    words: float = 0.0
+    """Weight of the question's words in it: a sum over those that at most half of the chunks have, more for rarer
+    ones. Zero unless requested."""
     is_like_one_before: bool = False
     """Whether it is like one of the chunks before it, and another text. False unless requested."""
 
@@ -55,7 +57,7 @@ class ChunkSignals:
 
 @runtime_checkable
 class RepairPolicy(Protocol):
-    """Protocol of a repair policy; `kvmosaic.repair` has nine implementations, and others may be passed."""
+    """Protocol of a repair policy; `kvmosaic.repair` has ten implementations, and others may be passed."""
 
     @property
     def signals(self) -> frozenset[Signal]:
@@ -101,12 +103,7 @@ class FirstTokens:
     signals: ClassVar[frozenset[Signal]] = frozenset()
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.tokens, bool)
-            or not isinstance(self.tokens, int)
-            or not 1 <= self.tokens <= MAX_FIRST_TOKENS
-        ):
-            raise InvalidRepair(f"first(k) computes 1 to {MAX_FIRST_TOKENS} tokens of each chunk, got {self.tokens!r}")
+        _check_count(self.tokens, f"first(k) computes 1 to {MAX_COUNT} tokens of each chunk")
 
     def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
         """See `RepairPolicy.choose`."""
@@ -181,6 +178,26 @@ class QueryAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedDocuments:
+    """All tokens of the chunks with most of the question's words, and at least half as many as the first of them."""
+
+    documents: int = 3
+    signals: ClassVar[frozenset[Signal]] = frozenset({"words"})
+
+    def __post_init__(self) -> None:
+        _check_count(self.documents, f"documents(k) computes 1 to {MAX_COUNT} documents")
+
+    def choose(self, chunks: Sequence[ChunkSignals]) -> list[Sequence[int]]:
+        """See `RepairPolicy.choose`; ties go to the earlier chunk."""
+        found = nlargest(self.documents, ((chunk.words, -number) for number, chunk in enumerate(chunks) if chunk.words))
+        chosen = {-number for words, number in found if words >= found[0][0] / 2}
+        return [range(chunk.num_open if number in chosen else 0) for number, chunk in enumerate(chunks)]
+
+    def __str__(self) -> str:
+        return f"documents({self.documents})"
+
+
+@dataclass(frozen=True, slots=True)
 class Combined:
     """The tokens with attention from the question, and those with wrong keys (both signals, as in QCFuse).
 
@@ -215,6 +232,11 @@ class Combined:
 def _text(number: float) -> str:
     """The shortest text that parses back to this number."""
     return repr(float(number)).removesuffix(".0")
+
+
+def _check_count(count: object, what: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_COUNT:
+        raise InvalidRepair(f"{what}, got {count!r}")
 
 
 def _check_fraction(name: str, fraction: object) -> None:
@@ -274,52 +296,12 @@ def _checked_token(token: SupportsIndex, number: int, chunk: ChunkSignals, polic
     return index
 
 
-_BROKEN = "\ufffd"
-_WORD = re.compile(rf"[\w{_BROKEN}]+")
-_SPACES = ("\u2581", "\u0120")
-"""How vocabularies write a space at the beginning of a token: SentencePiece, byte-level."""
-
-
-class NameFinder:
-    """Reads words from token ids, each token's text once: a chunk has ids, and not always a text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token_ids: Sequence[int]) -> list[bool]:
-        """By token, whether it belongs to a word with a digit or a capital letter."""
-        texts = [self._text(token_id) for token_id in token_ids]
-        ends = list(accumulate(map(len, texts)))
-        found = [False] * len(texts)
-        for word in _WORD.finditer("".join(texts)):
-            first, last = bisect_right(ends, word.start()), bisect_left(ends, word.end())
-            text = self._decoded(token_ids[first : last + 1]) if _BROKEN in word[0] else word[0]
-            if any(letter.isdigit() or letter.isupper() for letter in text):
-                found[first : last + 1] = [True] * (last + 1 - first)
-        return found
-
-    def _text(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._decoded([token_id])
-            written = str(self._tokenizer.convert_ids_to_tokens(int(token_id)))
-            if written.startswith(_SPACES) and not text[:1].isspace():
-                text = f" {text}"  # a decoder drops the space of a first token
-            self._texts[token_id] = text
-        return text
-
-    def _decoded(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
-
 DEFAULT_REPAIR = "first(8)"
-ASKED_REPAIR, MANY_ASKED_REPAIR, FEW_DOCUMENTS = "query(0.05)", "query(0.3)", 8
-"""The defaults of documents that have met companions, few or more: without, facts of one kind in them are mixed up."""
+ASKED_REPAIR, MANY_ASKED_REPAIR, FEW_DOCUMENTS = "query(0.05)", "documents(3)", 6
+"""The defaults of documents that have met companions: few where attention is measured, and others. Without, facts of
+one kind in them are mixed up."""
 MAX_POLICY_CHARACTERS = 100
-FORMS = "none, first(k), names, alike, deviation(fraction), query(fraction), combined(fraction), full"
+FORMS = "none, first(k), names, alike, documents(k), deviation(fraction), query(fraction), combined(fraction), full"
 _SIGNALS = frozenset(get_args(Signal))
 _FORM = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyType(
@@ -328,6 +310,7 @@ _POLICIES: Mapping[str, tuple[Callable[..., RepairPolicy], int]] = MappingProxyT
         "first": (FirstTokens, 1),
         "names": (Names, 0),
         "alike": (Alike, 0),
+        "documents": (AskedDocuments, 1),
         "deviation": (KeyDeviation, 1),
         "query": (QueryAttention, 1),
         "combined": (Combined, 1),

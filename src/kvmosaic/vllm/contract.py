@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Literal, get_args
+from itertools import chain, pairwise
+from typing import Any, get_args
 
 from kvmosaic.errors import InvalidConfig, InvalidPrompt, InvalidRepair
 from kvmosaic.eviction import check_priority
@@ -16,8 +16,20 @@ from kvmosaic.layout.strategies import AUTO, strategy_named, strategy_names
 from kvmosaic.layout.strategies import choose_strategy as choose_automatically
 from kvmosaic.prompt import Prompt, Segment, SegmentKind
 from kvmosaic.prompt.companions import NUM_COMPANIONS, like_one_before, likeness_of
+from kvmosaic.prompt.found_documents import is_first_question
 from kvmosaic.prompt.settings import check_token_ids
-from kvmosaic.repair import Alike, FirstTokens, NameFinder, Names, NoRepair, repair_policy
+from kvmosaic.repair import (
+    MANY_ASKED_REPAIR,
+    Alike,
+    AskedDocuments,
+    ChunkSignals,
+    FirstTokens,
+    Names,
+    NoRepair,
+    RepairPolicy,
+    WordFinder,
+    repair_policy,
+)
 
 FIELDS = ("position_strategy", "chunk_context", "repair")
 """Fields of a body that say how its documents are composed."""
@@ -65,7 +77,7 @@ class Composition:
     ids: tuple[str | None, ...] = ()
     """Names of the chunks for the report; empty, or one each."""
     leaves_repair_open: bool = False
-    """`repair` is unset: the engine uses its default repair, where it can."""
+    """`repair` is unset, or what the question suggests: the engine uses its default repair, where it can."""
     texts: tuple[int, ...] = ()
     """Tokens of the text before each chunk; empty, or one number each, 0 for none."""
     continues: tuple[int, ...] = ()
@@ -162,6 +174,8 @@ class Composition:
             params["chunk_context"] = self.chunk_context
         if not self.leaves_repair_open:
             params["repair"] = self.repair if isinstance(self.repair, int) else list(map(list, self.repair))
+        elif not isinstance(self.repair, int):
+            params["suggested_repair"] = list(map(list, self.repair))
         if self.ids:
             params["ids"] = list(self.ids)
         if any(self.texts):
@@ -204,12 +218,13 @@ class Composition:
         fields = params[FIELD]
         if not isinstance(fields, Mapping):
             raise InvalidConfig(f"kv_transfer_params.{FIELD} is {fields!r:.80}; give an object with system and chunks")
-        known = {"system", "chunks", "companions", "place", *FIELDS, *_LISTS}
+        known = {"system", "chunks", "companions", "place", "suggested_repair", *FIELDS, *_LISTS}
         if unknown := sorted(map(str, set(fields) - known)):
             raise InvalidConfig(f"{FIELD} has no field {unknown[0]!r:.80}; it has {', '.join(sorted(known))}")
         strategy = fields.get("position_strategy", "auto")
         check_choice("position_strategy", strategy, choices())
-        repair, context = fields.get("repair"), fields.get("chunk_context", "system")
+        said, context = fields.get("repair"), fields.get("chunk_context", "system")
+        repair = fields.get("suggested_repair") if said is None else said
         listed = _listed("companions", fields.get("companions", ()), NUM_COMPANIONS)
         companions = tuple(tuple(_listed("companions", each, MAX_COMPANION_TOKENS)) for each in listed)
         for companion in companions:
@@ -221,7 +236,7 @@ class Composition:
             chunk_context=context,
             repair=default_repair * (context != "companions") if repair is None else _read_runs(repair),
             ids=tuple(None if name is None else str(name)[:256] for name in _listed("ids", fields.get("ids", ()))),
-            leaves_repair_open=repair is None,
+            leaves_repair_open=said is None,
             texts=tuple(_number("texts", value) for value in _listed("texts", fields.get("texts", ()))),
             continues=tuple(_number("continues", each) for each in _listed("continues", fields.get("continues", ()))),
             labels=tuple(
@@ -248,9 +263,9 @@ class How:
     position_strategy: str = "auto"
     chunk_context: ChunkContext | None = None
     """None: as the model's configuration says, or companions where documents are one after the other."""
-    repair: int | Literal["names", "alike"] | None = None
-    """Tokens of documents that are recomputed with everything before them visible: so many at the start of each, words
-    with a digit or a capital letter, or all of a document that is like one before it; None: the default."""
+    repair: int | RepairPolicy | None = None
+    """Tokens of documents that are recomputed with everything before them visible: so many at the start of each, or
+    those that a policy chooses; None: the default."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
@@ -269,8 +284,8 @@ class How:
         return replace(self, **given)
 
 
-def read_repair(value: object) -> int | Literal["names", "alike"]:
-    """Parses "names" and "alike"; and "none", "first(16)" or {"first": 16} into the number of recomputed tokens.
+def read_repair(value: object) -> int | RepairPolicy:
+    """Parses policies that measure nothing; "none", "first(16)" and {"first": 16} into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.
@@ -280,15 +295,13 @@ def read_repair(value: object) -> int | Literal["names", "alike"]:
         policy = repair_policy(said)  # type: ignore[arg-type]
         if isinstance(policy, NoRepair):
             return 0
-        if isinstance(policy, Names):
-            return "names"
-        if isinstance(policy, Alike):
-            return "alike"
+        if isinstance(policy, Names | Alike | AskedDocuments):
+            return policy
         if isinstance(policy, FirstTokens) and policy.tokens <= MAX_REPAIR_TOKENS:
             return policy.tokens
     raise InvalidConfig(
-        f'repair is {value!r:.80}; write "none", "names", "alike", or "first(16)" for the first 16 tokens of each '
-        f"document, at most {MAX_REPAIR_TOKENS}"
+        f'repair is {value!r:.80}; write "none", "names", "alike", "documents(3)", or "first(16)" for the first 16 '
+        f"tokens of each document, at most {MAX_REPAIR_TOKENS}"
     )
 
 
@@ -323,11 +336,11 @@ class ModelFacts:
         return strategy, how.chunk_context or usual
 
 
-def composed(prompt: Prompt, how: How, model: ModelFacts, finder: NameFinder | None = None) -> EncodedRequest:
+def composed(prompt: Prompt, how: How, model: ModelFacts, finder: WordFinder | None = None) -> EncodedRequest:
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
 
     Where no repair is set, documents that are alike and have met companions of their kind are reused, and the names
-    that `finder` finds in them are repaired.
+    that `finder` finds in them are repaired; of others, those that have the words of a first question.
 
     Raises:
         InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
@@ -348,15 +361,15 @@ def composed(prompt: Prompt, how: How, model: ModelFacts, finder: NameFinder | N
     strategy, context = model.placing(how, len(token_ids))
     num_before = prompt.place + sum(not chunk.continues for chunk in chunks[1:])
     companions = with_kin(prompt).companions[:num_before] if context == "companions" else ()
-    repair = _repair_of([chunk.token_ids or () for chunk in chunks], companions, how.repair, finder)
+    repair, is_open = _repair_of(prompt, companions, how.repair, finder)
     composition = Composition(
         system=first.num_tokens if first.kind is SegmentKind.SYSTEM else 0,
         chunks=tuple(chunk.num_tokens for chunk in chunks),
         position_strategy=strategy,
         chunk_context=context,
-        repair=0 if repair is None else repair,
+        repair=repair,
         ids=names if any(names) else (),
-        leaves_repair_open=repair is None,
+        leaves_repair_open=is_open,
         texts=_texts(prompt),
         continues=continues if any(continues) else (),
         priorities=priorities if any(priority is not None for priority in priorities) else (),
@@ -381,32 +394,49 @@ def _texts(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _repair_of(
-    documents: Sequence[Sequence[int]],
-    companions: Sequence[tuple[int, ...]],
-    said: int | Literal["names", "alike"] | None,
-    finder: NameFinder | None,
-) -> Repair | None:
-    """The repaired tokens of these documents; None: the engine decides."""
-    if isinstance(said, int) or (said is None and (finder is None or not companions)):
-        return said
-    if said == "alike":
-        return runs_of_whole(documents, like_one_before(documents))
-    if finder is None:
-        raise InvalidConfig("repair is 'names', and this model has no tokenizer to find them by; choose 'first(16)'")
-    if not said and likeness_of(documents, companions) != "met":
-        return None
-    runs = tuple(_runs_of(finder(each)) for each in documents)
-    return None if not said and sum(map(len, runs)) > 2 * MAX_REPAIRED_RUNS else runs
+    prompt: Prompt, companions: Sequence[tuple[int, ...]], said: int | RepairPolicy | None, finder: WordFinder | None
+) -> tuple[Repair, bool]:
+    """The repaired tokens of a prompt's documents, and whether the engine may decide otherwise."""
+    documents = [chunk.token_ids or () for chunk in prompt.chunks]
+    if said is None and companions and finder is not None:
+        if likeness_of(documents, companions) == "met":
+            runs = _chosen_runs(Names(), prompt, finder)
+            if sum(map(len, runs)) <= 2 * MAX_REPAIRED_RUNS:
+                return runs, False
+        elif is_first_question(prompt):
+            runs = _chosen_runs(repair_policy(MANY_ASKED_REPAIR), prompt, finder)
+            return runs if any(runs) else 0, True
+    if said is None or isinstance(said, int):
+        return said or 0, said is None
+    return _chosen_runs(said, prompt, finder), False
 
 
-def runs_of_whole(documents: Sequence[Sequence[int]], chosen: Collection[int]) -> Repair:
-    """All tokens of the documents of these numbers."""
-    return tuple((0, len(each)) if number in chosen else () for number, each in enumerate(documents))
+def _chosen_runs(policy: RepairPolicy, prompt: Prompt, finder: WordFinder | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of documents that a policy chooses, which measures nothing."""
+    documents, asks = [chunk.token_ids or () for chunk in prompt.chunks], policy.signals
+    if finder is None and asks & {"names", "words"}:
+        raise InvalidConfig(f"repair is '{policy}', and this model has no tokenizer to find words by; use 'first(16)'")
+    words = [0.0] * len(documents)
+    if finder is not None and "words" in asks:
+        words = finder.weights(prompt.segments[-1].token_ids or (), documents)
+    later = like_one_before(documents) if "alike" in asks else ()
+    signals = [
+        ChunkSignals(
+            len(ids),
+            names=finder.names(ids) if finder is not None and "names" in asks else (),
+            words=weight,
+            is_like_one_before=number in later,
+        )
+        for number, (ids, weight) in enumerate(zip(documents, words, strict=True))
+    ]
+    return tuple(map(_runs_of, policy.choose(signals)))
 
 
-def _runs_of(chosen: Sequence[bool]) -> tuple[int, ...]:
-    """Start and stop of each run of chosen tokens."""
-    return tuple(index for index, (one, other) in enumerate(pairwise((False, *chosen, False))) if one != other)
+def _runs_of(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Start and stop of each run of ascending tokens."""
+    starts = (token for before, token in pairwise((-2, *tokens)) if token != before + 1)
+    stops = (token + 1 for token, after in pairwise((*tokens, -2)) if after != token + 1)
+    return tuple(chain.from_iterable(zip(starts, stops, strict=True)))
 
 
 def _read_runs(value: Any) -> Repair:

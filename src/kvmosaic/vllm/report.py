@@ -17,7 +17,7 @@ from kvmosaic.layout import LATER_IN_FULL, MIXED_UP, Layout, Span, composition_o
 from kvmosaic.prompt.companions import like_one_before, likeness_of
 from kvmosaic.sampling import ReuseReport, SegmentReuse
 from kvmosaic.sampling.reuse import segment_action
-from kvmosaic.vllm.contract import FIELD, Repair, runs_of_whole
+from kvmosaic.vllm.contract import FIELD, Repair
 from kvmosaic.vllm.scheduler.chunk_prompts import has_seen_chunks, repaired_runs
 
 HEADER = "kvmosaic-report"
@@ -190,7 +190,9 @@ class ComposedReport:
         documents = self.layout.chunk_token_ids
         if self.is_apart or likeness_of(documents, self.layout.companions) != "apart":
             return ""
-        return LATER_IN_FULL if self.repair == runs_of_whole(documents, like_one_before(documents)) else MIXED_UP
+        later = like_one_before(documents)
+        whole = tuple((0, len(each)) if number in later else () for number, each in enumerate(documents))
+        return LATER_IN_FULL if self.repair == whole else MIXED_UP
 
 
 def _chunk(span: Span, distance: int, of_prefix: int, outcome: ChunkOutcome, repaired: Sequence[range]) -> SegmentReuse:

@@ -106,6 +106,7 @@ def test_a_conversation_has_the_tokens_of_our_own_server(name: str | None) -> No
         found = rewrite(front, "chat", messages=messages, documents=documents)
         assert found is not None
         params = found["kv_transfer_params"]
+        params["kvmosaic"].pop("suggested_repair", None)
         assert (params["prompt_token_ids"], params["kvmosaic"]) == borders(prompt)
         assert found["messages"] == messages and "documents" not in found
 
@@ -319,6 +320,26 @@ def test_names_of_documents_that_are_alike_are_repaired_where_they_have_met_othe
         runs = [chunk[start:stop] for start, stop in zip(bounds[::2], bounds[1::2], strict=True)]
         words = [front.model.tokenizer.decode(run).strip(" .:,") for run in runs]
         assert [word for word in words if word in ("20882", "Harden", "Blake")] == ["20882", "Harden", "Blake"]
+
+
+def test_documents_with_the_words_of_a_first_question_are_suggested_for_repair() -> None:
+    front = renderer(CHATML)
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "When does the zoo open?"}]
+    documents = ["The ferry leaves at six.", "The mill grinds no more.", "At the zoo lives one elephant."]
+    found = rewrite(front, "chat", messages=asked, documents=documents)
+    assert found is not None
+    params = found["kv_transfer_params"]
+    runs = [[], [], [0, params["kvmosaic"]["chunks"][2]]]
+    assert params["kvmosaic"]["suggested_repair"] == runs and "repair" not in params["kvmosaic"]
+    composition = Composition.from_params(params, len(params["prompt_token_ids"]), default_repair=8)
+    assert composition is not None
+    assert composition.repair == tuple(map(tuple, runs)) and composition.leaves_repair_open, "where workers can"
+    found = rewrite(front, "chat", messages=asked, documents=documents, repair="documents(3)")
+    assert found is not None and found["kv_transfer_params"]["kvmosaic"]["repair"] == runs
+    later = [*asked, {"role": "assistant", "content": "At nine."}, *asked]
+    for fields in ({"messages": later}, {"messages": asked, "repair": "none"}):
+        found = rewrite(front, "chat", documents=documents, **fields)
+        assert found is not None and "suggested_repair" not in found["kv_transfer_params"]["kvmosaic"]
 
 
 def test_documents_that_are_like_one_before_them_can_be_read_in_full() -> None:

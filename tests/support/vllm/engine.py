@@ -11,7 +11,7 @@ from kvmosaic.engine.priorities import check_priority
 from kvmosaic.errors import EngineStopped, InvalidPrompt, KVMosaicError, UnknownRequest
 from kvmosaic.layout import ChunkContext, Layout, arrange, with_kin
 from kvmosaic.prompt import Prompt, check_length
-from kvmosaic.repair import NameFinder
+from kvmosaic.repair import WordFinder
 from kvmosaic.sampling import (
     CallGrammar,
     CompletionOutput,
@@ -107,7 +107,7 @@ class VLLMEngine(InferenceEngine):
             missing[Capability.STRUCTURED_OUTPUT] = "this model has no tokenizer"
         self._capabilities = EngineCapabilities("vllm", config.get_vocab_size(), config.max_model_len, missing)
         self._has_tokenizer = not config.skip_tokenizer_init
-        self._names_in = NameFinder(llm.get_tokenizer()) if self._has_tokenizer else None
+        self._words_in = WordFinder(llm.get_tokenizer()) if self._has_tokenizer else None
         self._requests: dict[str, VLLMRequest] = {}
         self._names = (f"kvmosaic-{number}" for number in count())
         self._is_closed = False
@@ -225,7 +225,7 @@ class VLLMEngine(InferenceEngine):
         if request_id in self._requests:
             raise InvalidPrompt(f"a request {request_id!r} is under way already; choose another request_id")
         self._arrange(prompt, how)
-        ready = composed(prompt, how, self._facts, self._names_in)
+        ready = composed(prompt, how, self._facts, self._words_in)
         request = VLLMRequest(request_id or next(self._names), prompt, is_warm_up=is_warm_up)
         self._engine.add_request(
             request.request_id,

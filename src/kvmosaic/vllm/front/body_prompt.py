@@ -20,7 +20,7 @@ from kvmosaic.prompt.chat_request import check_variables, separated_prompt, take
 from kvmosaic.prompt.document import GivenDocuments
 from kvmosaic.prompt.found_documents import DocumentFinder
 from kvmosaic.prompt.separator import named_parts
-from kvmosaic.repair import NameFinder
+from kvmosaic.repair import WordFinder
 from kvmosaic.vllm.contract import FIELD, Composition
 from kvmosaic.vllm.front.pool_updates import with_stored_documents
 from kvmosaic.vllm.front.served_model import ServedModel
@@ -38,7 +38,7 @@ class Renderer:
     def __init__(self, model: ServedModel, settings: PromptSettings, store: DocumentStore) -> None:
         self.model = model
         self.encoder = model.encoder(settings)
-        self.names = NameFinder(model.tokenizer)
+        self.words = WordFinder(model.tokenizer)
         self._settings = settings
         self._store = store
         self.given = GivenDocuments()

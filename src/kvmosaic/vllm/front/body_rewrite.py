@@ -146,7 +146,7 @@ def _composed(body: dict[str, Any], route: Route, renderer: Renderer, default: H
         )
     _check_others(body, route)
     how = default.updated(body | {"chunk_context": context_with(body.get("companions"), body.get("chunk_context"))})
-    ready = composed(prompt, how, renderer.model.facts, renderer.names)
+    ready = composed(prompt, how, renderer.model.facts, renderer.words)
     params = _given_params(body)
     if ready.composition is not None:
         params |= renderer.with_stored_documents(ready.composition).to_params()

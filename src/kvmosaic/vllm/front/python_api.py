@@ -9,7 +9,7 @@ from kvmosaic.config import ChunkCacheConfig
 from kvmosaic.errors import InvalidConfig, InvalidPrompt
 from kvmosaic.layout import ChunkContext, context_with
 from kvmosaic.prompt import Prompt
-from kvmosaic.repair import NameFinder
+from kvmosaic.repair import WordFinder
 from kvmosaic.vllm.contract import EncodedRequest, How, ModelFacts, composed
 from kvmosaic.vllm.front.served_model import ServedModel
 from kvmosaic.vllm.plugin import NAME
@@ -134,8 +134,8 @@ def _generated(
     each = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidPrompt(f"{len(each)} sampling_params for {len(prompts)} prompts; give one each, or one for all")
-    facts, names = ModelFacts.of(llm.llm_engine.model_config), NameFinder(llm.get_tokenizer())
-    ready = [composed(prompt, how, facts, names) for prompt in prompts]
+    facts, words = ModelFacts.of(llm.llm_engine.model_config), WordFinder(llm.get_tokenizer())
+    ready = [composed(prompt, how, facts, words) for prompt in prompts]
     inputs = [vllm_input(one, prompt.salt) for one, prompt in zip(ready, prompts, strict=True)]
     params = [with_boundaries(one, own) for one, own in zip(ready, each, strict=True)]
     answers: list[Any] = llm.generate(inputs, params, **options)
