@@ -94,7 +94,7 @@ class Asked:
             for rows, end in zip(packed.continuations, ends, strict=True)
         ]
         with torch.no_grad():
-            found = forward(model, packed, torch.cat(parts), adapter).logits.float().log_softmax(-1)
+            found = forward(model, packed, torch.cat(parts), adapter).float().log_softmax(-1)
         each = found.split([len(part) for part in parts])
         count = len(self.lesson.answers)
         losses = [

@@ -63,7 +63,7 @@ def compared(model: LoadedModel, token_ids: Sequence[int], first: int, adapter: 
     packed = ordinary_rows(Prompt((Segment(SegmentKind.QUESTION, tuple(token_ids)),)), [token_ids])
     rows = torch.arange(first - 1, len(token_ids) - 1)
     with torch.no_grad():
-        base, adapted = (forward(model, packed, rows, each).logits.float().log_softmax(-1) for each in ("", adapter))
+        base, adapted = (forward(model, packed, rows, each).float().log_softmax(-1) for each in ("", adapter))
     sums.add(base, adapted)
     sums.add_losses(base, adapted, packed.token_ids[first:])
 

@@ -15,7 +15,7 @@ from support.tiny import save_tiny_model
 from kvmosaic import LLM, ChunkCacheConfig, EngineConfig, Prompt, SamplingParams
 from kvmosaic.errors import InvalidRepair
 from kvmosaic.model import LoadedModel
-from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, MANY_ASKED_REPAIR
+from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, MANY_ASKED_REPAIR, UNMEASURED_REPAIR
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SMALL = EngineConfig(request_cache_size="1MiB")
@@ -159,7 +159,7 @@ def test_documents_that_have_met_companions_are_repaired_by_the_first_question(m
         assert output.reuse.repair.policy == MANY_ASKED_REPAIR
         monkeypatch.setattr(type(llm.model), "no_scores_reason", "it gives no attention")
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
-        assert output.reuse.repair.policy == MANY_ASKED_REPAIR
+        assert output.reuse.repair.policy == UNMEASURED_REPAIR
         monkeypatch.setattr("kvmosaic.engine.placement.MAX_REPAIR_LOOKS", 60)
         (output,) = llm.chat(CHAT, GREEDY, documents=DOCS)
         assert output.reuse.repair is None, "a default never refuses a prompt for its size"

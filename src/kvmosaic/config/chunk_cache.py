@@ -16,7 +16,7 @@ from kvmosaic.prompt.patterns import MAX_PATTERN_CHARACTERS, OwnPattern, read_fi
 from kvmosaic.prompt.preamble import MAX_RULE_CHARACTERS, preamble_rule
 from kvmosaic.prompt.segment import DocumentsOrder
 from kvmosaic.prompt.separator import read_separator
-from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, FORMS, RepairPolicy, repair_policy
+from kvmosaic.repair import ASKED_REPAIR, DEFAULT_REPAIR, FORMS, UNMEASURED_REPAIR, RepairPolicy, repair_policy
 from kvmosaic.repair.policy import MAX_POLICY_CHARACTERS
 
 _AUTO: Any = Unset("auto")
@@ -143,7 +143,7 @@ class ChunkCacheConfig:
         max_length=MAX_POLICY_CHARACTERS,
         metavar="POLICY",
         unset=f"the model's profile, or full where documents are alike, {ASKED_REPAIR} where they met companions "
-        f"(none in llama.cpp), else {DEFAULT_REPAIR}",
+        f"({UNMEASURED_REPAIR} in llama.cpp), else {DEFAULT_REPAIR}",
         help=f"Tokens of cached documents to compute again: {FORMS}.",
     )
     eviction: str | EvictionPolicy = _cache(

@@ -41,6 +41,7 @@ from kvmosaic.repair import (
     ASKED_REPAIR,
     FEW_DOCUMENTS,
     MANY_ASKED_REPAIR,
+    UNMEASURED_REPAIR,
     Alike,
     FullRepair,
     Names,
@@ -292,7 +293,8 @@ class Placer:
             yield usual
 
     def _asked_repair(self, num_documents: int = 1) -> str:
-        return MANY_ASKED_REPAIR if self._model.no_scores_reason or num_documents > FEW_DOCUMENTS else ASKED_REPAIR
+        measured = ASKED_REPAIR if num_documents <= FEW_DOCUMENTS else MANY_ASKED_REPAIR
+        return UNMEASURED_REPAIR if self._model.no_scores_reason else measured
 
     def arrange(
         self,

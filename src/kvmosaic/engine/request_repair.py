@@ -94,10 +94,9 @@ class RequestRepair:
         chunks, open_chunks = self.chunks, set(self.open_chunks)
         asks, spans = self.policy.signals, self.layout.spans
         names = self.words.names if self.words and "names" in asks else lambda _: ()
-        words = [0.0] * len(chunks)
-        if self.words and "words" in asks:
-            words = self.words.weights(self.layout.last.token_ids, [spans[index].token_ids for index in chunks])
-        later = like_one_before(self.layout.chunk_token_ids) if "alike" in asks else ()
+        texts, question = self.layout.chunk_token_ids, self.layout.last.token_ids
+        words = self.words.weights(question, texts) if self.words and "words" in asks else [0.0] * len(chunks)
+        later = like_one_before(texts) if "alike" in asks else ()
         known = [
             ChunkSignals(
                 spans[index].num_tokens,
@@ -251,8 +250,7 @@ def unsuited(policy: RepairPolicy, model: EngineModel, first: int) -> str:
     if policy.signals & {"names", "words"} and model.tokenizer is None:
         return f"repair={policy} reads the text of tokens, and there is no tokenizer; use 'first(k)'"
     if (reason := model.no_scores_reason) and needed:
-        usable = "'none', 'full', 'names', 'documents(k)' or 'first(k)'"
-        return f"repair={policy} measures attention, and {reason}; use {usable}"
+        return f"repair={policy} measures attention, and {reason}; use 'none', 'full', 'documents(k)' or 'first(k)'"
     if "deviation" in needed and len(model.layers) < 2:
         return (
             f"repair={policy} compares keys of the second layer, and this model has {len(model.layers)}; "

@@ -121,8 +121,7 @@ PROMPT_TOKENS = _family(
 REPAIRS = _family(
     "repairs",
     "counter",
-    "Prompts with repaired documents, by `policy`: first, names, alike, documents, deviation, query, combined, full, "
-    "or other.",
+    "Prompts with repairs, by `policy`: first, names, alike, documents, deviation, query, combined, full, or other.",
     "policy",
 )
 REPAIRED_TOKENS = _family(

@@ -110,7 +110,7 @@ def is_of_agent(document: Segment | FoundDocument) -> bool:
 
 
 def is_first_question(prompt: Prompt) -> bool:
-    """Whether a prompt ends in a question of at most 512 tokens, before which nobody but its documents has spoken."""
+    """Whether a prompt ends in a question of at most 512 tokens, without tools, earlier turns or results of tools."""
     said = (part.history_tokens or is_of_agent(part) for part in prompt.segments)
     return prompt.segments[-1].num_tokens <= MAX_ASKING_TOKENS and not (prompt.has_tools or any(said))
 

@@ -7,6 +7,7 @@ from kvmosaic.repair.policy import (
     FORMS,
     MANY_ASKED_REPAIR,
     MEASURED,
+    UNMEASURED_REPAIR,
     Alike,
     AskedDocuments,
     ChunkSignals,
@@ -19,9 +20,9 @@ from kvmosaic.repair.policy import (
     QueryAttention,
     RepairPolicy,
     Signal,
+    WordFinder,
     budget_of,
     checked_choice,
     highest_scored,
     repair_policy,
 )
-from kvmosaic.repair.words import WordFinder

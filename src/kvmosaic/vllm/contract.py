@@ -19,7 +19,7 @@ from kvmosaic.prompt.companions import NUM_COMPANIONS, like_one_before, likeness
 from kvmosaic.prompt.found_documents import is_first_question
 from kvmosaic.prompt.settings import check_token_ids
 from kvmosaic.repair import (
-    MANY_ASKED_REPAIR,
+    UNMEASURED_REPAIR,
     Alike,
     AskedDocuments,
     ChunkSignals,
@@ -265,7 +265,7 @@ class How:
     """None: as the model's configuration says, or companions where documents are one after the other."""
     repair: int | RepairPolicy | None = None
     """Tokens of documents that are recomputed with everything before them visible: so many at the start of each, or
-    those that a policy chooses; None: the default."""
+    tokens that a policy chooses; None: the default."""
 
     def __post_init__(self) -> None:
         check_choice("position_strategy", self.position_strategy, choices())
@@ -285,14 +285,13 @@ class How:
 
 
 def read_repair(value: object) -> int | RepairPolicy:
-    """Parses policies that measure nothing; "none", "first(16)" and {"first": 16} into the number of recomputed tokens.
+    """Parses policies that measure nothing; "none" and "first(16)" into the number of recomputed tokens.
 
     Raises:
         InvalidConfig: anything else.
     """
-    said = f"first({value['first']})" if isinstance(value, Mapping) and set(value) == {"first"} else value
     with suppress(InvalidRepair):
-        policy = repair_policy(said)  # type: ignore[arg-type]
+        policy = repair_policy(value)  # type: ignore[arg-type]
         if isinstance(policy, NoRepair):
             return 0
         if isinstance(policy, Names | Alike | AskedDocuments):
@@ -340,7 +339,7 @@ def composed(prompt: Prompt, how: How, model: ModelFacts, finder: WordFinder | N
     """Flattens a tokenized prompt; a strategy left to the engine is chosen here.
 
     Where no repair is set, documents that are alike and have met companions of their kind are reused, and the names
-    that `finder` finds in them are repaired; of others, those that have the words of a first question.
+    that `finder` finds in them are repaired; of others, the documents that have the words of a first question.
 
     Raises:
         InvalidPrompt: a document that sees others, or has its own position, which vLLM cannot compose.
@@ -404,7 +403,7 @@ def _repair_of(
             if sum(map(len, runs)) <= 2 * MAX_REPAIRED_RUNS:
                 return runs, False
         elif is_first_question(prompt):
-            runs = _chosen_runs(repair_policy(MANY_ASKED_REPAIR), prompt, finder)
+            runs = _chosen_runs(repair_policy(UNMEASURED_REPAIR), prompt, finder)
             return runs if any(runs) else 0, True
     if said is None or isinstance(said, int):
         return said or 0, said is None
@@ -416,17 +415,12 @@ def _chosen_runs(policy: RepairPolicy, prompt: Prompt, finder: WordFinder | None
     documents, asks = [chunk.token_ids or () for chunk in prompt.chunks], policy.signals
     if finder is None and asks & {"names", "words"}:
         raise InvalidConfig(f"repair is '{policy}', and this model has no tokenizer to find words by; use 'first(16)'")
-    words = [0.0] * len(documents)
-    if finder is not None and "words" in asks:
-        words = finder.weights(prompt.segments[-1].token_ids or (), documents)
+    question = prompt.segments[-1].token_ids or ()
+    words = finder.weights(question, documents) if finder and "words" in asks else [0.0] * len(documents)
     later = like_one_before(documents) if "alike" in asks else ()
+    names = finder.names if finder and "names" in asks else lambda _: ()
     signals = [
-        ChunkSignals(
-            len(ids),
-            names=finder.names(ids) if finder is not None and "names" in asks else (),
-            words=weight,
-            is_like_one_before=number in later,
-        )
+        ChunkSignals(len(ids), names=names(ids), words=weight, is_like_one_before=number in later)
         for number, (ids, weight) in enumerate(zip(documents, words, strict=True))
     ]
     return tuple(map(_runs_of, policy.choose(signals)))

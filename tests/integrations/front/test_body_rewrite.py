@@ -290,7 +290,7 @@ def test_the_choices_of_a_request_are_those_of_the_contract() -> None:
     assert composition is not None
     assert (composition.position_strategy, composition.chunk_context, composition.repair) == ("shared", "none", 4)
     assert composition.ids == ("ferry", "mill", "zoo")
-    for repair, number in (("none", 0), ("first(16)", 16), ({"first": 16}, 16), (" first( 3 ) ", 3)):
+    for repair, number in (("none", 0), ("first(16)", 16), (" first( 3 ) ", 3)):
         other = rewrite(
             front, "chat", how, **ask, repair=repair, position_strategy="sequential", chunk_context="system"
         )
@@ -375,8 +375,8 @@ def test_what_is_left_to_the_engine_is_chosen_by_the_length_of_the_prompt() -> N
         ({"chunk_context": ["system"]}, "'system', 'companions' or 'none'"),
         ({"repair": "last(3)"}, r"first\(16\)"),
         ({"repair": 16}, "none"),
-        ({"repair": {"first": 5000}}, "4096"),
-        ({"repair": {"first": True}}, "4096"),
+        ({"repair": "first(5000)"}, "4096"),
+        ({"repair": {"first": 16}}, "4096"),
         ({"repair": "first(99999999999999999999)"}, "4096"),
         ({"documents": "x"}, "documents: must be a valid list"),
         ({"documents": ["x"] * 4097}, "at most 4096"),

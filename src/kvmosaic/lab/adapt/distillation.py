@@ -15,9 +15,8 @@ documents is paid once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,18 +30,6 @@ from kvmosaic.model import LoadedModel
 from kvmosaic.model.hook import attention_scope
 from kvmosaic.model.lora import AdaptedRows, adapter_scope
 from kvmosaic.prompt import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class LossWeights:
-    """What counts how much in the loss."""
-
-    question: float = 0.2
-    """Divergence at the question's tokens, beside 1 for those of the answer."""
-    document: float = 0.0
-    """Divergence at the documents' own tokens."""
-    hidden: float = 0.0
-    """Differences of the decoder layers' outputs at tokens of question and answer, in their deviations, squared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +70,7 @@ def distill(
     lesson: Lesson,
     strategy: str,
     context: ChunkContext,
-    weights: LossWeights,
+    question_weight: float,
 ) -> Losses:
     """Both readings of a lesson, and how far they are apart.
 
@@ -93,30 +80,20 @@ def distill(
         lesson: documents, questions and answers.
         strategy: positions of the documents, "sequential" or "shared".
         context: what documents saw.
-        weights: of the parts of the loss.
+        question_weight: of the divergence at the question's tokens, beside 1 for those of the answer.
     """
     continuations = lesson.continuations
     full = ordinary_rows(lesson.prompt, continuations)
     composed = composed_rows(arrange(lesson.prompt, strategy, context), continuations)
     is_answer = _is_answer(lesson)
-    importance = torch.where(is_answer, 1.0, weights.question)
-    full_rows, composed_rows_ = _before_last(full.continuations), _before_last(composed.continuations)
-    if weights.document:
-        lengths = [rows.stop - rows.start - 1 for rows in full.documents]
-        full_rows = torch.cat((full_rows, _before_last(full.documents)))
-        composed_rows_ = torch.cat((composed_rows_, _before_last(composed.documents)))
-        importance = torch.cat((importance, torch.full((sum(lengths),), weights.document)))
-        is_answer = torch.cat((is_answer, torch.zeros(sum(lengths), dtype=torch.bool)))
-    keeps_hidden = weights.hidden > 0
+    importance = torch.where(is_answer, 1.0, question_weight)
     with torch.no_grad():
-        teacher = forward(model, full, full_rows, keeps_hidden=keeps_hidden)
-    student = forward(model, composed, composed_rows_, adapter, keeps_hidden=keeps_hidden)
-    expected, found = teacher.logits.float().log_softmax(-1), student.logits.float().log_softmax(-1)
+        teacher = forward(model, full, _before_last(full.continuations))
+    student = forward(model, composed, _before_last(composed.continuations), adapter)
+    expected, found = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     divergences = (expected.exp() * (expected - found)).sum(-1)
     importance = importance.to(divergences)
     loss = (divergences * importance).sum() / importance.sum()
-    if keeps_hidden:
-        loss = loss + weights.hidden * _hidden_loss(teacher, student)
     is_answer = is_answer.to(divergences.device)
     same = (expected.argmax(-1) == found.argmax(-1))[is_answer]
     return Losses(
@@ -140,74 +117,27 @@ def _is_answer(lesson: Lesson) -> Tensor:
     return torch.cat(parts)
 
 
-def _hidden_loss(teacher: Outputs, student: Outputs) -> Tensor:
-    total = torch.zeros(())
-    for expected, found in zip(teacher.hidden, student.hidden, strict=True):
-        deviation = expected.std(0) + 1e-3 * expected.std() + 1e-6
-        total = total + (((found - expected) / deviation) ** 2).mean()
-    return total / len(teacher.hidden)
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """Results of a forward, for R chosen rows.
-
-    logits: [R, V]
-    hidden: outputs [R, D] of each decoder layer, where asked for
-    """
-
-    logits: Tensor
-    hidden: list[Tensor] = field(default_factory=list)
-
-
-def forward(
-    model: LoadedModel, packed: PackedRows, rows: Tensor, adapter: str = "", *, keeps_hidden: bool = False
-) -> Outputs:
-    """One forward; gradients are kept as torch's current mode says.
+def forward(model: LoadedModel, packed: PackedRows, rows: Tensor, adapter: str = "") -> Tensor:
+    """The logits [R, V] of one forward; gradients are kept as torch's current mode says.
 
     Args:
         model: the model, whose module may hold the adapter.
         packed: the rows.
         rows: [R], those whose results are needed.
         adapter: digest of the adapter that computes all rows; empty: the base model.
-        keeps_hidden: whether outputs of the decoder layers are needed, too.
     """
     device = model.device
     attention = PackedAttention(model.layers, packed.mask.to(device), packed.positions.to(device))
     adapted = [AdaptedRows(adapter, slice(0, len(packed.token_ids)))] if adapter else []
     arguments: dict[str, Any] = {"logits_to_keep": rows.to(device)} if model.keeps_rows else {}
-    hidden: list[Tensor] = []
-    layers = decoder_layers(model) if keeps_hidden else ()
-    with attention_scope(attention), adapter_scope(adapted), _recording(layers, rows.to(device), hidden):
+    with attention_scope(attention), adapter_scope(adapted):
         logits: Tensor = model.module(
             input_ids=packed.token_ids[None].to(device),
             position_ids=packed.positions[None].to(device),
             use_cache=False,
             **arguments,
         ).logits[0]
-    return Outputs(logits if model.keeps_rows else logits[rows.to(device)], hidden)
-
-
-def decoder_layers(model: LoadedModel) -> Sequence[torch.nn.Module]:
-    """The model's list of decoder layers: the module list with as many parts as there are attention layers."""
-    for part in model.module.modules():
-        if isinstance(part, torch.nn.ModuleList) and len(part) == len(model.layers):
-            return list(part)
-    return ()
-
-
-@contextmanager
-def _recording(layers: Sequence[torch.nn.Module], rows: Tensor, hidden: list[Tensor]) -> Iterator[None]:
-    def record(_module: torch.nn.Module, _inputs: object, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        hidden.append(states.reshape(-1, states.shape[-1])[rows])
-
-    hooks = [layer.register_forward_hook(record) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return logits if model.keeps_rows else logits[rows.to(device)]
 
 
 class PackedAttention:
@@ -266,14 +196,12 @@ class PackedRows:
     token_ids, positions: [T]
     mask: [T, T], True where the row token sees the column token
     continuations: rows of each continuation
-    documents: rows of each document as the questions see it
     """
 
     token_ids: Tensor
     positions: Tensor
     mask: Tensor
     continuations: tuple[slice, ...]
-    documents: tuple[slice, ...]
 
 
 def composed_rows(layout: Layout, continuations: Sequence[Sequence[int]]) -> PackedRows:
@@ -291,21 +219,17 @@ def composed_rows(layout: Layout, continuations: Sequence[Sequence[int]]) -> Pac
 
     last = layout.last
     seen = [add(view.span, view.distance) for view in last.views]
-    documents = [rows_of for view, rows_of in zip(last.views, seen, strict=True) if layout.spans[view.span].is_chunk]
-    return rows.packed([rows.add(each, last.start, seen) for each in continuations], documents)
+    return rows.packed([rows.add(each, last.start, seen) for each in continuations])
 
 
 def ordinary_rows(prompt: Prompt, continuations: Sequence[Sequence[int]]) -> PackedRows:
     """Rows of ordinary causal attention over the same segments, one after the other."""
     rows = _Rows()
     seen: list[slice] = []
-    documents = []
     for segment in prompt.segments[:-1]:
         seen.append(rows.add(segment.token_ids or (), rows.num_rows, list(seen)))
-        if segment.kind == "chunk":
-            documents.append(seen[-1])
     end = rows.num_rows
-    return rows.packed([rows.add(each, end, seen) for each in continuations], documents)
+    return rows.packed([rows.add(each, end, seen) for each in continuations])
 
 
 class _Rows:
@@ -325,17 +249,12 @@ class _Rows:
         self._seen.append((rows, tuple(seen)))
         return rows
 
-    def packed(self, continuations: Sequence[slice], documents: Sequence[slice]) -> PackedRows:
+    def packed(self, continuations: Sequence[slice]) -> PackedRows:
         count = len(self._token_ids)
         mask = torch.zeros(count, count, dtype=torch.bool)
         for rows, seen in self._seen:
             mask[rows, rows] = torch.ones(rows.stop - rows.start, rows.stop - rows.start, dtype=torch.bool).tril()
             for columns in seen:
                 mask[rows, columns] = True
-        return PackedRows(
-            torch.tensor(self._token_ids),
-            torch.tensor(self._positions),
-            mask,
-            tuple(continuations),
-            tuple(documents),
-        )
+        positions = torch.tensor(self._positions)
+        return PackedRows(torch.tensor(self._token_ids), positions, mask, tuple(continuations))

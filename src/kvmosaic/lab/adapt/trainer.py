@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvmosaic.config import ChunkCacheConfig, EngineConfig
 from kvmosaic.errors import InvalidAdapter, InvalidConfig, NotMovable
 from kvmosaic.lab.adapt.corpus import Corpus, lessons_of
-from kvmosaic.lab.adapt.distillation import Lesson, LossWeights, distill
+from kvmosaic.lab.adapt.distillation import Lesson, distill
 from kvmosaic.layout import ChunkContext
 from kvmosaic.layout.strategies import strategy_named
 from kvmosaic.llm import LLM
@@ -63,7 +63,8 @@ class AdaptSettings:
     evaluate_every: int = 25
     patience: int = 6
     """Evaluations without a smaller held-out divergence, after which training ends."""
-    weights: LossWeights = field(default_factory=LossWeights)
+    question_weight: float = 0.2
+    """Of the divergence at a question's tokens, beside 1 for those of its answer."""
 
     def __post_init__(self) -> None:
         bounds = {
@@ -229,7 +230,7 @@ class Trainer:
         seeds = [chance.getrandbits(32) for _ in range(settings.sampled_answers)]
         for lesson in lessons_of(self._llm, drawn, settings.answer_tokens, seeds):
             strategy = chance.choice(settings.strategies)
-            losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.weights)
+            losses = distill(self._model, self._adapter, lesson, strategy, settings.context, settings.question_weight)
             (losses.loss / count / settings.lessons_per_step).backward()  # type: ignore[no-untyped-call]
             self._num_tokens += losses.num_rows
             found = losses.divergence
@@ -250,7 +251,7 @@ class Trainer:
     def _evaluate(self, held: Sequence[tuple[Lesson, str]], news: News) -> None:
         settings = self._settings
         losses = [
-            distill(self._model, self._adapter, lesson, strategy, settings.context, LossWeights())
+            distill(self._model, self._adapter, lesson, strategy, settings.context, settings.question_weight)
             for lesson, strategy in held
         ]
         evaluated = Evaluated(
