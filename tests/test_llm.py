@@ -414,6 +414,7 @@ WRONG_SEGMENTS = {
     "kind is unknown": (lambda: Segment("part", (1,)), InvalidPrompt),
     "size is a fraction": (lambda: ChunkCacheConfig(chunk_cache_size=1.5), InvalidConfig),
     "size is missing": (lambda: EngineConfig(request_cache_size=None), InvalidConfig),
+    "no such engine": (lambda: LLM("reader", engine="llama.cpp"), InvalidConfig),  # it ran in transformers
     "threads are none": (lambda: EngineConfig(num_threads=0), InvalidConfig),
     "threads are endless": (lambda: EngineConfig(num_threads=10**6), InvalidConfig),
     "size is endless": (lambda: ChunkCacheConfig(chunk_cache_size="9" * 400 + "GiB"), InvalidConfig),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast, get_args
 
 from kvmosaic.attention import BackendName, ChosenBackend, PoolName
 from kvmosaic.cache import KVCache
@@ -353,6 +353,8 @@ def open_model(
     Raises:
         ModelNotFound, UnsupportedModel, InvalidConfig: see `load_model` and `load_llama`.
     """
+    if engine not in get_args(EngineName):
+        raise InvalidConfig(f"engine is {engine!r:.80}; choose 'auto', 'transformers' or 'llama' (llama.cpp)")
     if options.get("adapters"):
         if engine == "llama":
             raise InvalidConfig(

@@ -26,7 +26,6 @@ MEASURED: frozenset[Signal] = frozenset({"deviation", "attention"})
 """Signals that are measured by running the model."""
 _DEVIATION_PART = 0.5
 MAX_COUNT = 2**20
-"""Of tokens or documents that a policy names."""
 
 
 @dataclass(frozen=True, slots=True)
