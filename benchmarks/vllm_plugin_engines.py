@@ -48,6 +48,8 @@ class Taken:
     decode_seconds: float = 0.0
     """From when all have their first token to the last token of the last answer; 0: not measured."""
     decode_cpu_seconds: float = 0.0
+    num_replayed: int = 0
+    """Forwards that read documents in place and were replayed as one CUDA graph."""
 
 
 class Engine(Protocol):
@@ -104,7 +106,7 @@ class VLLM:
     def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
         engine = self._llm.llm_engine
         first: dict[str, float] = {}
-        before = self._num_scheduled
+        before, replayed = self._num_scheduled, self._num_replayed()
         begin, cpu = time.monotonic(), time.process_time()
         all_first: tuple[float, float] | None = None
         for number, prompt in enumerate(prompts):
@@ -126,7 +128,16 @@ class VLLM:
             self._num_scheduled - before - len(prompts) * (num_answer - 1),
             end - all_first[0],
             cpu_end - all_first[1],
+            self._num_replayed() - replayed,
         )
+
+    def _num_replayed(self) -> int:
+        if not self._reads_in_place:
+            return 0
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        reader = get_kv_transfer_group()._worker.reader
+        return 0 if reader is None or reader.replays is None else int(reader.replays.num_replays)
 
     def _sampling(self, prompt: Asked, num_answer: int) -> Any:
         extra: dict[str, Any] = {}

@@ -236,12 +236,16 @@ def decoding(stage: Stage, llm: LLM, source: TokenSource, shape: Shape, kind: st
     graphs = llm.engine.runner.graphs
     for _ in range(1 if graphs is None else 3):  # the second time, steps of the same shape are captured
         asked(stage, llm, prompts, 1 if graphs is None else shape.answer)
-    before = 0 if graphs is None else graphs.num_replays
+    before = 0 if graphs is None else graphs.replays.num_replays
     _, per_step, _ = asked(stage, llm, prompts, shape.answer)
     tokens = sum(chunk.num_tokens for chunk in prompts[0].chunks)
     found = {"requests": count, "seconds_per_step": per_step, "document_tokens_of_each": tokens}
     if graphs is not None:
-        found |= {"replayed": graphs.num_replays - before, "of": shape.answer - 1, "problem": graphs.problem}
+        found |= {
+            "replayed": graphs.replays.num_replays - before,
+            "of": shape.answer - 1,
+            "problem": graphs.replays.problem,
+        }
     return found
 
 

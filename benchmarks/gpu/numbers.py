@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.stage import Stage
 from kvmosaic.attention import Piece, RowGroup, StepAttention, TorchBackend
-from kvmosaic.attention.triton import TritonBackend
+from kvmosaic.attention.triton.backend import TritonBackend
 from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.memory import BlockStorage
 from kvmosaic.rope import Rotation, rotate

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from benchmarks.gpu.engine import EIGHT, GIB, TINY
 from benchmarks.gpu.stage import Stage
 
-NUM_ROUNDS, NUM_PLAIN, NUM_READERS, NUM_DECODED = 4, 30, 32, 129
+NUM_ROUNDS, NUM_PLAIN, NUM_READERS, NUM_DECODED = 6, 30, 32, 129
 MAX_DECODED = 20_000
 """Tokens of documents of a request that decodes beside others: vLLM without us keeps them once per request."""
 CAPTURED = [1, 2, 4, 8, 16, 32]
@@ -94,6 +94,8 @@ def measure(stage: Stage) -> None:
 def _figures(taken: list[Any], num_answer: int) -> dict[str, Any]:
     first = [statistics.fmean(each.first_seconds) for each in taken]
     found = {"first_seconds": statistics.median(first), "computed_tokens": sum(each.num_computed for each in taken)}
+    if replayed := sum(each.num_replayed for each in taken):
+        found["replayed_forwards"] = replayed
     if num_answer > 1:
         found["seconds_per_step"] = statistics.median(each.decode_seconds for each in taken) / (num_answer - 1)
     return found

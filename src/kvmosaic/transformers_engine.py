@@ -53,7 +53,7 @@ def build_runner(
     is_special = model.has_bias or model.has_indexers or bool(model.state_layers)
     if model.device.type == "cuda" and not is_special and not config.enforce_eager:
         with suppress(ImportError):  # without Triton
-            from kvmosaic.attention.triton import TritonBackend
+            from kvmosaic.attention.triton.backend import TritonBackend
             from kvmosaic.model.step_graphs import StepGraphs
 
             if isinstance(backend, TritonBackend):

@@ -30,7 +30,8 @@ from kvmosaic.model import LoadedModel
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)
 
-from kvmosaic.attention.triton import TritonBackend, backend, try_triton, work
+from kvmosaic.attention.triton import backend, work
+from kvmosaic.attention.triton.backend import TritonBackend, try_triton
 
 DEVICE = CPU if TritonBackend.is_interpreted else torch.device("cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -233,7 +234,7 @@ def test_nobody_gets_the_interpreter_unasked(monkeypatch):
 
 def test_without_triton_torch_is_chosen_and_says_why(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "kvmosaic.attention.triton", None)
+    monkeypatch.setitem(sys.modules, "kvmosaic.attention.triton.backend", None)
     chosen = choose_backend(None, torch.float32, torch.device("cuda"))
     assert type(chosen.backend) is TorchBackend and "cannot be imported" in chosen.reason
     with pytest.raises(TritonUnavailable, match=r"triton attention cannot be used.*leave the choice open"):

@@ -21,7 +21,8 @@ from kvmosaic.rope import RotationTables
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)
 
-from kvmosaic.attention.triton import PagedCache, TritonBackend, TritonReader, backend, why_not_paged, work
+from kvmosaic.attention.triton import backend, work
+from kvmosaic.attention.triton.backend import PagedCache, TritonBackend, TritonReader, why_not_paged
 
 IS_INTERPRETED = TritonBackend.is_interpreted
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

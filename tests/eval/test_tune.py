@@ -21,8 +21,7 @@ from kvmosaic.errors import InvalidConfig
 from kvmosaic.lab.eval.case import Case
 from kvmosaic.lab.eval.case_measurement import prompt_of, score
 from kvmosaic.lab.eval.measure import EvalModel
-from kvmosaic.lab.eval.tune import Tuning, tune
-from kvmosaic.lab.eval.tuner import goal_of
+from kvmosaic.lab.eval.tuner import Tuning, goal_of, tune
 from kvmosaic.lab.eval.variants import FULL, Variant, variants
 from kvmosaic.model import load_model
 from kvmosaic.model.lora import write_adapter

@@ -24,9 +24,11 @@ from kvmosaic.model import LoadedModel
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux only", allow_module_level=True)
 
-from kvmosaic.attention.triton import TritonBackend, work
+from kvmosaic.attention.triton import replays, work
+from kvmosaic.attention.triton.backend import TritonBackend
+from kvmosaic.attention.triton.replays import GraphCapture
 from kvmosaic.model import step_graphs
-from kvmosaic.model.step_graphs import GraphCapture, StepGraphs
+from kvmosaic.model.step_graphs import StepGraphs
 
 DEVICE = torch.device("cpu" if TritonBackend.is_interpreted else "cuda")
 
@@ -40,7 +42,7 @@ def run_again(function):
 @pytest.fixture(autouse=True)
 def _small_rooms(monkeypatch):
     """The interpreter takes as long for a program without work as for one with some."""
-    monkeypatch.setattr(step_graphs, "_LEAST_ROOM", 1)
+    monkeypatch.setattr(replays, "_LEAST_ROOM", 1)
 
 
 def with_graphs(model, *, capture=None, **options):
@@ -81,9 +83,9 @@ def test_replayed_steps_give_the_dense_logits(family):
     requests, tokens = ask(engine, prompts, 4)
     graphs = engine.runner.graphs
     if family == "gpt_oss" and DEVICE.type == "cuda":
-        assert graphs._refused and not graphs.num_replays, "its experts are chosen on the host"
+        assert graphs.replays.refused and not graphs.replays.num_replays, "its experts are chosen on the host"
     else:
-        assert (graphs.problem, graphs.num_replays) == ("", 2), "the first step of a shape is launched"
+        assert (graphs.replays.problem, graphs.replays.num_replays) == ("", 2), "the first step of a shape is launched"
     for row, (request, chosen) in enumerate(zip(requests, tokens, strict=True)):
         expected = dense_logits(model, request.layout, chosen)
         torch.testing.assert_close(engine.runner.logits[-1][row], expected[-1], atol=1e-4, rtol=0)
@@ -107,8 +109,8 @@ def test_questions_are_replayed_beside_answers():
             each.run(requests)
             found.append([token_ids(request) for request in requests])
         assert found[0] == found[1]
-    assert graphs.problem == ""
-    widths = {step.num_rows for step, captured in graphs._steps.items() if captured is not None}
+    assert graphs.replays.problem == ""
+    widths = {step.num_rows for step, captured in graphs.replays.steps.items() if captured is not None}
     assert widths >= {2, 8}, "questions of 5 rows, with one row of an answer or without, and two answers"
 
 
@@ -163,7 +165,7 @@ def drifting(function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capture", "problem"), [(failing, "not permitted"), (drifting, "replayed logits of 1 rows")])
+@pytest.mark.parametrize(("capture", "problem"), [(failing, "not permitted"), (drifting, "replayed results of 1 rows")])
 def test_what_cannot_be_captured_runs_launch_by_launch(capture, problem, caplog):
     """A forward that waits for the device, and one that a replay computes otherwise: right answers, said once."""
     model = LoadedModel.from_module(build("llama", torch.float32).to(DEVICE))
@@ -172,11 +174,11 @@ def test_what_cannot_be_captured_runs_launch_by_launch(capture, problem, caplog)
     _, tokens = ask(engine, prompts, 5)
     assert tokens == ask(build_engine(model, position_strategy="sequential"), prompts, 5)[1]
     graphs = engine.runner.graphs
-    assert problem in caplog.text and 1 <= caplog.text.count("not replayed") <= step_graphs.MAX_REFUSED
-    assert graphs.num_replays == 0 and graphs._refused
+    assert problem in caplog.text and 1 <= caplog.text.count("not replayed") <= replays.MAX_REFUSED
+    assert graphs.replays.num_replays == 0 and graphs.replays.refused
 
 
 def test_shapes_are_rounded_up():
-    assert [*map(step_graphs.rounded, (1, 3, 5, 8, 9, 13, 17, 33, 50, 400))] == [1, 4, 8, 8, 12, 16, 24, 48, 64, 512]
-    assert all(count <= step_graphs.rounded(count) < 2 * count + 1 for count in range(1, 600))
-    assert step_graphs.room_for(0) == 0 and all(step_graphs.room_for(count) >= count for count in range(1, 600))
+    assert [*map(replays.rounded, (1, 3, 5, 8, 9, 13, 17, 33, 50, 400))] == [1, 4, 8, 8, 12, 16, 24, 48, 64, 512]
+    assert all(count <= replays.rounded(count) < 2 * count + 1 for count in range(1, 600))
+    assert replays.room_for(0) == 0 and all(replays.room_for(count) >= count for count in range(1, 600))

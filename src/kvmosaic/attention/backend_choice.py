@@ -77,7 +77,7 @@ def _chosen_native(dtype: torch.dtype, device: torch.device) -> ChosenBackend:
 def _chosen_triton(dtype: torch.dtype, device: torch.device, wanted: str | None) -> ChosenBackend:
     try:
         # triton exists only where torch was built for a GPU, and its import is slow
-        from kvmosaic.attention.triton import TritonBackend, try_triton
+        from kvmosaic.attention.triton.backend import TritonBackend, try_triton
     except ImportError as error:
         raise TritonUnavailable(f"Triton cannot be imported for {device}: {error}") from None
     backend = TritonBackend()

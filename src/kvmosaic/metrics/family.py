@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -68,6 +70,19 @@ NUM_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 TOKENS = tuple(float(mantissa * 10**exponent) for exponent in range(7) for mantissa in (1, 2, 5))
 """1, 2, 5, 10, 20, 50, … 5,000,000. vLLM stops at the model's max prompt length; above it nothing is counted."""
+
+_FAMILIES = tomllib.loads((Path(__file__).parent / "families.toml").read_text(encoding="utf-8"))
+
+
+def family_named(name: str) -> Family:
+    """The family of this name, as `families.toml` has it.
+
+    All have the label of the model's name; vLLM's have the one of its engine, too, of which there is one: "0".
+    """
+    told = _FAMILIES[name]
+    labels = ("model_name", "engine") if name.startswith("vllm:") else ("model_name",)
+    buckets = globals()[told["buckets"]] if "buckets" in told else ()
+    return Family(name, told["kind"], told["meaning"], (*labels, *told.get("labels", ())), buckets)
 
 
 class Meters:

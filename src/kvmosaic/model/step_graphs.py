@@ -10,10 +10,9 @@ Rotations by all distances that have occurred stay on the device, in tables that
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -25,9 +24,20 @@ from kvmosaic.attention import ORDINARY_ROWS, Call, PoolName, ReadPlan, RowGroup
 from kvmosaic.attention.reads import POOLS
 from kvmosaic.attention.step import PreparedReads
 from kvmosaic.attention.torch_backend import Pools
-from kvmosaic.attention.triton import TritonBackend, work
-from kvmosaic.attention.triton.backend import TritonReader, store
-from kvmosaic.attention.triton.work import TILE_HEIGHTS, Numbers, WorkList, list_arrays
+from kvmosaic.attention.triton.backend import TritonBackend, TritonReader, store
+from kvmosaic.attention.triton.replays import (
+    MAX_PARTIAL_BYTES,
+    MAX_ROWS,
+    Capture,
+    Replays,
+    StepShape,
+    room_for,
+    room_in_walks,
+    rooms_of,
+    rounded,
+    tails,
+)
+from kvmosaic.attention.triton.work import Numbers, flat_work, work_of
 from kvmosaic.errors import ModelError
 from kvmosaic.layers import AttentionCall, LayerSpec, MaskSpec
 from kvmosaic.layers.geometry import FULL
@@ -35,34 +45,10 @@ from kvmosaic.memory import BlockStorage
 from kvmosaic.model.loaded import LoadedModel
 from kvmosaic.rope import Rotation, RotationTables
 
-logger = logging.getLogger("kvmosaic.engine")
-
-MAX_ROWS = 512
-"""Max rows of a step that is replayed: the launches of more rows take less time than their work."""
-MAX_GRAPHS = 64
-MAX_REFUSED = 3
-"""Shapes whose capture fails, until no other is tried."""
-MAX_PARTIAL_BYTES = 2**27
-"""Max bytes of partial results of a layer: graphs keep the memory that they take."""
 MAX_DISTANCES = 4_096
 """Max distances whose rotations are kept on the device, 1 kB each for heads of 128 numbers."""
-_LEAST_ROOM = 16
-_TOLERANCE = 0.02
-"""Max difference of replayed logits, by the largest of them: the same kernels ran on the same numbers."""
 _CPU = torch.device("cpu")
-_NO_UNITS = np.zeros((0, 5), dtype=np.int64)
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
-"""Of a function: its result, at an address that stays, and what computes it anew there."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a graph is captured for: its rows, whether keys are moved (of each mask), and numbers per part."""
-
-    num_rows: int
-    moved: tuple[bool, ...]
-    rooms: tuple[int, ...]
+_REQUEST = POOLS.index("request")
 
 
 class StepGraphs:
@@ -76,13 +62,10 @@ class StepGraphs:
         capture: Capture | None = None,
     ) -> None:
         """Captures nothing yet; `capture` is a `GraphCapture`, or a twin for machines without a GPU."""
-        self.problem = ""
-        """Why no step is replayed any more; empty: they are."""
-        self.num_replays = 0
+        self.replays = Replays(model.device, capture)
         self._model = model
         self._storages = storages
         self._backend = backend
-        self._capture = capture or GraphCapture(model.device)
         self._kinds: dict[MaskSpec, list[tuple[int, int]]] = {}
         """Query heads per key head, and key heads, of the layers with each mask."""
         self._turns: dict[MaskSpec, list[Rotation]] = {}
@@ -96,13 +79,11 @@ class StepGraphs:
         self._places: dict[int, int] = {}
         """Of each distance, its row in the tables."""
         self._tables: dict[Rotation, RotationTables] = {}
-        self._refused: set[StepShape] = set()
-        self._steps: OrderedDict[StepShape, _CapturedStep | None] = OrderedDict()
         self._planned: _PlannedStep | None = None
 
     def clear(self) -> None:
         """Forgets what is captured, as when the pools move."""
-        self._steps.clear()
+        self.replays.steps.clear()
         self._planned = None
 
     def run(self, spans: Sequence[SpanRows]) -> Tensor | None:
@@ -112,39 +93,15 @@ class StepGraphs:
         occurs for the first time.
         """
         num_logits = sum(span.num_logits for span in spans)
-        if self.problem or not num_logits or sum(len(span.token_ids) for span in spans) > MAX_ROWS:
-            return None
-        if not all(map(_is_ordinary, spans)):
+        is_small = 0 < num_logits <= sum(len(span.token_ids) for span in spans) <= MAX_ROWS
+        if self.replays.problem or not is_small or not all(map(_is_ordinary, spans)):
             return None
         if self._planned is None or not self._planned.grow(spans):
             self._planned = self._plan(spans)
-        if self._planned is None or (shape := self._planned.shape) in self._refused:
+        if (planned := self._planned) is None:
             return None
-        if shape not in self._steps:
-            self._steps[shape] = None
-            if len(self._steps) > MAX_GRAPHS:
-                self._steps.popitem(last=False)
-            return None
-        self._steps.move_to_end(shape)
-        try:
-            step = self._steps[shape]
-            if step is None:
-                step = self._steps[shape] = _CapturedStep(shape, self._model.device)
-            step.load(self._planned.parts)
-            logits = step.compute(self._forward, self._capture)
-        except Exception as error:
-            # a forward that waits for the device, say, or has no memory left: it runs launch by launch
-            cause = error.__context__ or error
-            problem = f"{type(cause).__name__}: {cause}"
-            logger.warning("steps of %d rows are not replayed as CUDA graphs: %.500s", shape.num_rows, problem)
-            self._refused.add(shape)
-            del self._steps[shape]
-            if len(self._refused) == MAX_REFUSED:
-                self.problem = problem
-                self.clear()
-            return None
-        self.num_replays += 1
-        return logits[:num_logits]
+        logits = self.replays.run(planned.shape, planned.parts, num_logits, partial(self._forward, planned.shape))
+        return None if logits is None else logits[:num_logits]
 
     def _keep(self, distances: Sequence[int]) -> bool:
         """Puts rotations by new distances into the tables; False if there are too many of them."""
@@ -188,25 +145,23 @@ class StepGraphs:
         num_rows = rounded(firsts[-1])
         parts = _of_rows(spans, num_rows)
         rooms = [num_rows, num_rows, num_rows, rounded(len(parts[3]))]
-        tails: list[tuple[int, Numbers]] = []
+        grows: list[tuple[int, Numbers]] = []
         is_growing = [*plans] == [FULL] and all(span.reads_itself for span in spans)
-        num_left = _room_in_walks(plans[FULL]) if is_growing else 0
+        num_left = room_in_walks(plans[FULL]) if is_growing else 0
         for mask, plan in plans.items():
             places = [self._places[distance] for distance in distances[mask]]
             parts += [np.array(part, dtype=np.int64) for part in (plan.row_numbers, places)]
             rooms += [room_for(len(places))] * 2
             for kind in self._kinds[mask]:
-                segments, units, partial_slots, starts = list_arrays(replace(plan, num_rows=num_rows), *kind)
+                listed = flat_work(replace(plan, num_rows=num_rows), *kind)
                 if num_left:
-                    tails.append((len(parts), _tails(segments, spans)))
-                if room_for(len(partial_slots)) * self._row_bytes > MAX_PARTIAL_BYTES:
+                    grows.append((len(parts), tails(listed[0], _REQUEST, [span.slots[0] + 1 for span in spans])))
+                parts += listed
+                rooms += rooms_of(listed)
+                if rooms[-2] * self._row_bytes > MAX_PARTIAL_BYTES:
                     return None
-                tables = [segments, *(units.get(height, _NO_UNITS) for height in TILE_HEIGHTS)]
-                parts += [*(table.reshape(-1) for table in tables), partial_slots, starts]
-                rooms += [room_for(len(table)) * table.shape[1] for table in tables]
-                rooms += [room_for(len(partial_slots)), len(starts)]
         shape = StepShape(num_rows, tuple(plan.is_moved for plan in plans.values()), tuple(rooms))
-        return _PlannedStep(shape, parts, spans, tails, num_left)
+        return _PlannedStep(shape, parts, spans, grows, num_left)
 
     def _forward(self, shape: StepShape, parts: Sequence[Tensor]) -> Tensor:
         """[R, V] logits of the step whose numbers are in the parts of a buffer."""
@@ -219,12 +174,7 @@ class StepGraphs:
         prepared: dict[MaskSpec, PreparedReads] = {}
         for (mask, kinds), is_moved in zip(self._kinds.items(), shape.moved, strict=True):
             stacked, places = next(left), next(left)
-            works: dict[tuple[int, int], WorkList] = {}
-            for kind in kinds:
-                segments = next(left)
-                units = {height: next(left).view(-1, 5) for height in TILE_HEIGHTS}
-                units = {height: listed for height, listed in units.items() if len(listed)}
-                works[kind] = WorkList(segments, units, next(left), next(left), is_direct=False)
+            works = {kind: work_of(left) for kind in kinds}
             plan = ReadPlan(whole, stacked, places, shape.num_rows, is_moved, is_single=False, row_numbers=())
             kept = {turn: self._tables[turn] for turn in self._turns[mask] if is_moved}
             tables = {turn: replace(all_, cos=all_.cos[places], sin=all_.sin[places]) for turn, all_ in kept.items()}
@@ -258,57 +208,6 @@ class _PlannedStep:
         for part, places in self.tails:
             self.parts[part][places] += 1
         return True
-
-
-class _CapturedStep:
-    """A buffer of whole numbers, and the graph of the forward that reads them."""
-
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self._shape = shape
-        self._host = torch.zeros(sum(shape.rooms), dtype=torch.long, pin_memory=device.type == "cuda")
-        self._buffer = self._host.to(device)
-        self._logits: Tensor | None = None
-        self._replay: Callable[[], None] | None = None
-
-    def load(self, parts: Sequence[Numbers]) -> None:
-        """Copies the numbers of a step into the buffer; zeros beyond them."""
-        flat, first = self._host.numpy(), 0
-        flat[:] = 0
-        for part, room in zip(parts, self._shape.rooms, strict=True):
-            flat[first : first + len(part)] = part
-            first += room
-        self._buffer.copy_(self._host)  # done when it returns: the next step fills the same memory
-
-    def compute(self, forward: Callable[[StepShape, Sequence[Tensor]], Tensor], capture: Capture) -> Tensor:
-        """[R, V] logits; the first time, they are compared with those of the same launches, one by one."""
-        if self._logits is not None and self._replay is not None:
-            self._replay()
-            return self._logits
-        parts = torch.split(self._buffer, list(self._shape.rooms))
-        expected = forward(self._shape, parts).float()
-        self._logits, self._replay = capture(lambda: forward(self._shape, parts))
-        self._replay()
-        error, largest = (float(part.abs().max()) for part in (self._logits.float() - expected, expected))
-        if not error <= _TOLERANCE * largest:
-            raise ModelError(f"replayed logits of {self._shape.num_rows} rows differ by {error:.3g} from {largest:.3g}")
-        return self._logits
-
-
-class GraphCapture:
-    """Captures CUDA graphs; all of a model share one pool of memory, as they run one after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """See `Capture`. Other threads may use the device meanwhile, as those of the tiers do."""
-        with torch.cuda.device(self._device):
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = function()
-        return logits, graph.replay
 
 
 class _StoringAttention(StepAttention):
@@ -369,32 +268,3 @@ def _of_rows(spans: Sequence[SpanRows], num_rows: int) -> list[Numbers]:
         logits.extend(range(last - span.num_logits, last))
         first = last
     return [*filled, np.array(logits, dtype=np.int64)]
-
-
-def _tails(segments: Numbers, spans: Sequence[SpanRows]) -> Numbers:
-    """In flat segments, the places of the lengths of runs that end with the slots of rows."""
-    request = POOLS.index("request")
-    ends = {
-        first + count: number for number, (pool, first, count) in enumerate(segments[:, :3].tolist()) if pool == request
-    }
-    return np.array([7 * ends[span.slots[0] + 1] + 2 for span in spans], dtype=np.int64)
-
-
-def _room_in_walks(plan: ReadPlan) -> int:
-    """Keys that can be appended to what each row reads alone, until one of its walks is full."""
-    alone = dict.fromkeys(range(plan.num_rows), 0)
-    for call in plan.calls:
-        if call.last - call.first == 1:
-            alone[plan.row_numbers[call.first]] += call.num_tokens
-    return min(-count % work.MIN_WALK for count in alone.values())
-
-
-def rounded(count: int) -> int:
-    """The next of 1, 2, 4, 8, 12, 16, 24, 32, 48, …: reading the weights takes longer than rows that are not needed."""
-    power = 1 << (count - 1).bit_length()
-    return power // 4 * 3 if count > 8 and count <= power // 4 * 3 else power
-
-
-def room_for(count: int) -> int:
-    """The next power of two; 0 for nothing."""
-    return max(_LEAST_ROOM, 1 << (count - 1).bit_length()) if count else 0

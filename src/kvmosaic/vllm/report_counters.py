@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvmosaic.metrics.family import Family, Kind
+from kvmosaic.metrics.family import Family, family_named
 from kvmosaic.metrics.own_names import (
     ACTIONS,
     CHUNK_HITS,
@@ -25,35 +25,15 @@ OTHER = "other"
 """The label of all further reasons, which bounds their number."""
 
 
-def _family(name: str, kind: Kind, meaning: str, *labels: str) -> Family:
-    return Family(f"kvmosaic:{name}", kind, meaning, ("model_name", *labels))
-
-
-COMPOSED = _family("composed_requests", "counter", "Requests that were put together from chunks.")
-BYPASSED = _family(
-    "bypassed_requests",
-    "counter",
-    "Requests with documents that were answered as ordinary prompts, by `reason`.",
-    "reason",
-)
-CHUNK_WAITS = _family("chunk_waits", "counter", "Chunks that were found while they were computed for another request.")
-CHUNK_PROMPTS = _family("chunk_prompts", "counter", "Internal requests, each of which computes one missing chunk.")
-CHUNK_PROMPTS_RUNNING = _family("chunk_prompts_running", "gauge", "The ones of these that are not done.")
-MOVED_TOKENS = _family(
-    "moved_tokens", "counter", "Tokens copied into the blocks of requests, at the same position or at another."
-)
-MOVE_SECONDS = _family("move_seconds", "counter", "Time that the workers took to copy them, of all workers together.")
-POOLED = {
-    name: _family(name, "gauge", meaning)
-    for name, meaning in (
-        ("pooled_documents", "Documents that the document pool has vLLM evict last."),
-        ("pooled_blocks", "Blocks of these, shared ones once."),
-        ("pinned_documents", "The ones of these that are pinned."),
-    )
-}
-POOL_EVICTIONS = _family(
-    "document_evictions", "counter", "Documents that left the pool: for its bound, or because requests needed room."
-)
+COMPOSED = family_named("kvmosaic:composed_requests")
+BYPASSED = family_named("kvmosaic:bypassed_requests")
+CHUNK_WAITS = family_named("kvmosaic:chunk_waits")
+CHUNK_PROMPTS = family_named("kvmosaic:chunk_prompts")
+CHUNK_PROMPTS_RUNNING = family_named("kvmosaic:chunk_prompts_running")
+MOVED_TOKENS = family_named("kvmosaic:moved_tokens")
+MOVE_SECONDS = family_named("kvmosaic:move_seconds")
+POOLED = {name: family_named(f"kvmosaic:{name}") for name in ("pooled_documents", "pooled_blocks", "pinned_documents")}
+POOL_EVICTIONS = family_named("kvmosaic:document_evictions")
 
 FAMILIES = (
     *(COMPOSED, BYPASSED, CHUNK_LOOKUPS, CHUNK_HITS, CHUNK_MISSES, CHUNK_TOKENS, CHUNK_WAITS),

@@ -60,8 +60,8 @@ def test_every_stream_ends_with_its_report(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_ends_at_a_stop_string_has_its_report(server, stream):
     for documents in permutations(TEXTS, 2):
-        whole = ask(server, documents=documents).json()["choices"][0]["message"]["content"]
-        reply = ask(server, documents=documents, stop=[whole[2:4]], stream=stream)
+        whole = ask(server, documents=documents, repair="none").json()["choices"][0]["message"]["content"]
+        reply = ask(server, documents=documents, repair="none", stop=[whole[2:4]], stream=stream)
         last = chunks(reply)[-1] if stream else reply.json()
         assert last["choices"][0]["finish_reason"] == "stop"
         assert not last["kvmosaic"]["bypass"] and len(last["kvmosaic"]["documents"]) == 2

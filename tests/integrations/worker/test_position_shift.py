@@ -39,8 +39,7 @@ def slots(monkeypatch):
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("in_place", [False, True])
-def test_each_token_is_lowered_by_what_its_block_says(in_place, data):
+def test_each_token_is_lowered_by_what_its_block_says(data):
     block_of = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     distances = data.draw(st.dictionaries(st.integers(0, 9), st.integers(0, 30), max_size=5))
     slots = [block * BLOCK + i % BLOCK for i, block in enumerate(block_of)]
@@ -52,7 +51,7 @@ def test_each_token_is_lowered_by_what_its_block_says(in_place, data):
         if slot >= 0:
             wanted[i] = max(0, int(given[i]) - distances.get(slot // BLOCK, 0))
     model = Model()
-    shift = PositionShift(model, BLOCK, in_place=in_place)
+    shift = PositionShift(model, BLOCK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(position_shift, "step_slots", lambda: torch.tensor(slots, dtype=torch.int64))
         shift.begin([ShiftedTokens((block,), distance) for block, distance in distances.items()])
@@ -67,7 +66,7 @@ def test_each_token_is_lowered_by_what_its_block_says(in_place, data):
 
 def test_two_that_change_the_same_tensor_restore_what_was_given_in_the_end(slots):
     model, given = Model(), torch.tensor([5, 6, 7])
-    first, second = StepPositions(model, in_place=True), StepPositions(model, in_place=True)
+    first, second = StepPositions(model), StepPositions(model)
     slots([0, 1, 2])
     first.begin(lambda positions, _: positions - 2)
     second.begin(lambda positions, _: positions * 2)
@@ -99,7 +98,7 @@ def test_a_step_without_shifts_hooks_nothing(slots):
 
 def test_positions_changed_in_place_come_back_when_the_forward_fails(slots):
     model = Model()
-    shift = PositionShift(model, BLOCK, in_place=True)
+    shift = PositionShift(model, BLOCK)
     shift.begin([ShiftedTokens((0,), 2)])
     slots([0, 1])
     given = torch.tensor([5, 6])

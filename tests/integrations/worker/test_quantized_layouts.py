@@ -156,7 +156,7 @@ def test_queries_that_the_layer_rounded_are_read_as_what_they_mean(is_paged: boo
     from kvmosaic.vllm.worker.in_place.step import OwnRows
 
     request = InPlaceRequest((0,), ((2, 9),), (DocumentRead(2, (3, 4), 3, 9, 2, 5),))
-    rows = [OwnRows(request, 0, 3, 2)]
+    rows = [OwnRows(request, 3, 2)]
     place.layer._q_scale = torch.tensor(0.25)
     coarse = (torch.randn(3, QUERIES, KEY) / 0.25).to(torch.float8_e4m3fn)
     keys, values = torch.randn(2, 3, HEADS, KEY)
@@ -164,7 +164,7 @@ def test_queries_that_the_layer_rounded_are_read_as_what_they_mean(is_paged: boo
     outputs = []
     for query in (coarse, coarse.float() * 0.25):
         output = torch.zeros(3, QUERIES, VALUE)
-        with reader.trying(reader.step_of(rows)):
+        with reader.trying(reader.step_of(rows, torch.arange(3))):
             reader.attend(place.name, query, keys, values, output, place.layer.impl)
         outputs.append(output)
     assert torch.equal(*outputs) and outputs[0].any()

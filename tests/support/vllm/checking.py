@@ -42,7 +42,7 @@ def _repair_nothing() -> None:
 def _read_nothing() -> None:
     from kvmosaic.vllm.worker import composing_worker
 
-    composing_worker.document_reader = lambda places, *, is_captured=False: "no layer reads"
+    composing_worker.document_reader = lambda places, **how: "no layer reads"
 
 
 FAULTS = {

@@ -34,7 +34,7 @@ def constrained(engine: Any, kind: str, documents: list[str]) -> list[Any]:
     params = SamplingParams(
         temperature=0, max_tokens=48, structured_outputs=StructuredOutputsParams(**{kind: SHAPES[kind]})
     )
-    [answer] = chat(engine.llm, MESSAGES, params, documents=documents, use_tqdm=False)
+    [answer] = chat(engine.llm, MESSAGES, params, documents=documents, repair="none", use_tqdm=False)
     return [answer.outputs[0].text, answer.kv_transfer_params["kvmosaic"]]
 
 
@@ -47,7 +47,9 @@ def adapted(engine: Any, adapter: str | None, documents: list[str], salt: str = 
 
     by = None if adapter is None else LoRARequest("small", 1, adapter)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    [answer] = chat(engine.llm, MESSAGES, params, documents=documents, salt=salt, lora_request=by, use_tqdm=False)
+    [answer] = chat(
+        engine.llm, MESSAGES, params, documents=documents, repair="none", salt=salt, lora_request=by, use_tqdm=False
+    )
     return [list(answer.outputs[0].token_ids), answer.kv_transfer_params["kvmosaic"]]
 
 

@@ -10,8 +10,8 @@ tile of rows (times the query heads of one key head) through one walk, and write
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -31,21 +31,22 @@ MAX_PROGRAMS = 512
 tiles count twice, as they take twice the memory. Both numbers were the best of nine on an H200."""
 
 _ALL_SEEN = 1 << 40
+_NO_UNITS = np.zeros((0, 5), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
     """The work list on the device, as rows of int64 numbers.
 
-    segments: [S, 7] pool, first slot, number of keys, first stacked query of the call, keys that the call's first row
-        sees (each further row sees one more), start of its mask (-1: no mask), keys in a row of the mask
+    segments: [7 S], of each pool, first slot, number of keys, first stacked query of the call, keys that the call's
+        first row sees (each further row sees one more), start of its mask (-1: no mask), keys in a row of the mask
     units: per tile height, [U, 5] first segment, last segment, first row of the tile, number of rows, first place
     partial_slots: [P] slots of partial results, sorted by the row they belong to
     starts: [T + 1] row t owns partial_slots[starts[t]:starts[t + 1]]
     is_direct: every row has one place, so that results go straight to the output
     """
 
-    segments: Int[Tensor, "segments fields"]
+    segments: Int[Tensor, " fields"]
     units: dict[int, Int[Tensor, "units fields"]]
     partial_slots: Int[Tensor, " P"]
     starts: Int[Tensor, " rows+1"]
@@ -65,21 +66,40 @@ def walk_length(num_keys: int, num_programs: int) -> int:
     return MIN_WALK * max(1, -(-num_keys // (num_walks * MIN_WALK)))
 
 
+Numbers = npt.NDArray[np.int64]
+
+
 def list_work(plan: ReadPlan, group: int, num_kv_heads: int, device: torch.device) -> WorkList:
     """The work of a plan on the device, in one upload; see `list_arrays`."""
+    flat = flat_work(plan, group, num_kv_heads)
+    *_, partial_slots, starts = flat
+    is_direct = len(partial_slots) == plan.num_rows and bool((np.diff(starts) == 1).all())
+    return replace(work_of(iter(uploaded(flat, device))), is_direct=is_direct)
+
+
+def flat_work(plan: ReadPlan, group: int, num_kv_heads: int) -> list[Numbers]:
+    """Segments, units of every tile height, partial slots and starts, each in one row, as `work_of` takes them."""
     segments, units, partial_slots, starts = list_arrays(plan, group, num_kv_heads)
-    flat = [part.reshape(-1) for part in (segments, *units.values(), partial_slots, starts)]
-    on_device = torch.split(torch.from_numpy(np.concatenate(flat)).to(device), [len(part) for part in flat])
-    return WorkList(
-        segments=on_device[0],
-        units={height: part.view(-1, 5) for height, part in zip(units, on_device[1:-2], strict=True)},
-        partial_slots=on_device[-2],
-        starts=on_device[-1],
-        is_direct=len(partial_slots) == plan.num_rows and bool((np.diff(starts) == 1).all()),
-    )
+    tables = (segments, *(units.get(height, _NO_UNITS) for height in TILE_HEIGHTS))
+    return [*(table.reshape(-1) for table in tables), partial_slots, starts]
 
 
-Numbers = npt.NDArray[np.int64]
+def work_of(parts: Iterator[Tensor]) -> WorkList:
+    """The work list of the next of these parts, which are on a device; rows may have several places."""
+    segments, *units = (next(parts) for _ in range(1 + len(TILE_HEIGHTS)))
+    by_height = {height: part.view(-1, 5) for height, part in zip(TILE_HEIGHTS, units, strict=True) if len(part)}
+    return WorkList(segments, by_height, next(parts), next(parts), is_direct=False)
+
+
+def uploaded(parts: Sequence[Numbers], device: torch.device) -> list[Tensor]:
+    """Rows of whole numbers on the device, in one upload, for which the host does not wait."""
+    flat = pinned(torch.from_numpy(np.concatenate(parts)), device)
+    return list(torch.split(flat.to(device, non_blocking=True), [len(part) for part in parts]))
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy in memory from which a GPU copies while the host goes on; of other devices, the tensor itself."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def list_arrays(plan: ReadPlan, group: int, num_kv_heads: int) -> tuple[Numbers, dict[int, Numbers], Numbers, Numbers]:

@@ -46,15 +46,8 @@ class LessonOptions:
         str,
         typer.Option(metavar="NUMBERS", help="Documents of a prompt, drawn from these numbers, parted by commas."),
     ] = "2,3,3,4,6"
-    questions_per_lesson: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Questions about the documents of a lesson, which are computed once for all."),
-    ] = 12
     sampled_answers: Annotated[
         int, typer.Option(min=0, max=16, help="Answers to each question that are sampled, beside the greedy one.")
-    ] = 1
-    lessons_per_step: Annotated[
-        int, typer.Option(min=1, max=256, help="Lessons of a step: more are less noise, and more time.")
     ] = 1
     held_out_lessons: Annotated[
         int, typer.Option(min=1, max=10_000, help="Lessons of one held-out question each, in every evaluation.")
@@ -111,9 +104,7 @@ def adapt_command(
         strategies=parts_of("--strategies", lessons.strategies),
         context=lessons.context or usual_context(model),  # type: ignore[arg-type]  # checked there
         num_documents=_numbers("--prompt-documents", lessons.prompt_documents),
-        questions=lessons.questions_per_lesson,
         sampled_answers=lessons.sampled_answers,
-        lessons_per_step=lessons.lessons_per_step,
         held_out_lessons=lessons.held_out_lessons,
         seed=asked.seed,
     )

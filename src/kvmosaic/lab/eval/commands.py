@@ -290,7 +290,7 @@ def tune_command(
     aim = goal.goal(is_labelled=any(case.is_labelled for case in found))
     with_full = any(str(repair_policy(each)) == FULL.repair for each in repairs)
 
-    from kvmosaic.lab.eval.tune import Tuning, tune
+    from kvmosaic.lab.eval.tuner import Tuning, tune
 
     if not tune(
         Tuning(model, found, chosen, aim, asked.seed, target.profile, target.best_effort, with_full, resume),

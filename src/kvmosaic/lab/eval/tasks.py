@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kvmosaic.errors import InvalidConfig
 from kvmosaic.lab.eval.case import Case
@@ -142,45 +142,54 @@ def _among(case: Case, others: Iterator[Case]) -> Case:
     return replace(case, documents=tuple(documents), needs=needs, companions=())
 
 
-_ONE_HOP_DOCUMENTS, _MAX_ONE_HOP_DOCUMENTS = 6, 64
-
-
 @dataclass(frozen=True, slots=True)
-class OneHop:
-    """One fact of one of k documents, most often about things of one kind."""
+class _Drawn:
+    """A task whose cases are drawn one by one from one source of names."""
 
-    documents: int = _ONE_HOP_DOCUMENTS
+    size: int = 0
+    """The number in brackets, for tasks that have one."""
+    name: ClassVar[str]
+    bounds: ClassVar[tuple[str, int, int] | None] = None
+    """What the size counts, and its bounds."""
 
     def __post_init__(self) -> None:
-        check_size("one-hop", "documents", self.documents, 1, _MAX_ONE_HOP_DOCUMENTS)
+        if self.bounds is not None:
+            what, low, high = self.bounds
+            check_size(self.name, what, self.size, low, high)
 
     def cases(self, seed: int, count: int) -> list[Case]:
         """See `Task.cases`."""
         return draw(self, seed, count, self._case)
 
     def _case(self, source: TextSource, case_id: str) -> Case:
-        recipe = Recipe(documents=(self.documents, self.documents), sentences=(2, 4), questions=1)
-        example = source.example(recipe)
-        return case_of(self, case_id, example, example.questions[0])
+        raise NotImplementedError
 
     def __str__(self) -> str:
-        return "one-hop" if self.documents == _ONE_HOP_DOCUMENTS else f"one-hop({self.documents})"
+        return self.name if self.size == type(self)().size else f"{self.name}({self.size})"
 
 
 @dataclass(frozen=True, slots=True)
-class TwoHop:
+class OneHop(_Drawn):
+    """One fact of one of k documents, most often about things of one kind."""
+
+    size: int = 6
+    name = "one-hop"
+    bounds = ("documents", 1, 64)
+
+    def _case(self, source: TextSource, case_id: str) -> Case:
+        example = source.example(Recipe(documents=(self.size, self.size), sentences=(2, 4), questions=1))
+        return case_of(self, case_id, example, example.questions[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TwoHop(_Drawn):
     """Two or three such pairs in one prompt; one of them is asked for."""
 
-    def cases(self, seed: int, count: int) -> list[Case]:
-        """See `Task.cases`."""
-        return draw(self, seed, count, self._case)
+    name = "two-hop"
 
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = chain_example(source, ChainRecipe(questions=1, one_hop=0))
         return case_of(self, case_id, example, example.questions[0])
-
-    def __str__(self) -> str:
-        return "two-hop"
 
 
 _ALL_QUESTIONS = 64
@@ -188,93 +197,59 @@ _ALL_QUESTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Story(_Drawn):
     """One to three stories in two or three pieces; the answer is after the first piece."""
 
-    def cases(self, seed: int, count: int) -> list[Case]:
-        """See `Task.cases`."""
-        return draw(self, seed, count, self._case)
+    name = "story"
 
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = story_example(source, StoryRecipe(questions=_ALL_QUESTIONS))
         question = next(question for question in example.questions if question.needs)
         return replace(case_of(self, case_id, example, question), is_ordered=True)
 
-    def __str__(self) -> str:
-        return "story"
-
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Order(_Drawn):
     """Two to four documents about one thing."""
 
-    def cases(self, seed: int, count: int) -> list[Case]:
-        """See `Task.cases`."""
-        return draw(self, seed, count, self._case)
+    name = "order"
 
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = order_example(source, OrderRecipe(questions=1))
         return replace(case_of(self, case_id, example, example.questions[0]), is_ordered=True)
 
-    def __str__(self) -> str:
-        return "order"
-
-
-_NEEDLE_DOCUMENTS, _MAX_NEEDLE_DOCUMENTS = 12, 256
-
 
 @dataclass(frozen=True, slots=True)
-class Needle:
+class Needle(_Drawn):
     """One fact of one of k documents of one or two sentences."""
 
-    documents: int = _NEEDLE_DOCUMENTS
-
-    def __post_init__(self) -> None:
-        check_size("needle", "documents", self.documents, 2, _MAX_NEEDLE_DOCUMENTS)
-
-    def cases(self, seed: int, count: int) -> list[Case]:
-        """See `Task.cases`."""
-        return draw(self, seed, count, self._case)
+    size: int = 12
+    name = "needle"
+    bounds = ("documents", 2, 256)
 
     def _case(self, source: TextSource, case_id: str) -> Case:
-        recipe = Recipe(
-            documents=(self.documents, self.documents), sentences=(1, 2), questions=1, same_kind=0, fillers=0
-        )
-        example = source.example(recipe)
+        counts = (self.size, self.size)
+        example = source.example(Recipe(documents=counts, sentences=(1, 2), questions=1, same_kind=0, fillers=0))
         return case_of(self, case_id, example, example.questions[0])
-
-    def __str__(self) -> str:
-        return "needle" if self.documents == _NEEDLE_DOCUMENTS else f"needle({self.documents})"
-
-
-_LONG_TOKENS, _MIN_LONG_TOKENS, _MAX_LONG_TOKENS = 48, 4, 4_096
 
 
 @dataclass(frozen=True, slots=True)
-class Long:
+class Long(_Drawn):
     """Four to six paragraphs as one document, in pieces of so many tokens; the joined pieces are its tokens.
 
     text      Marla Denwick works as a baker. She lives in Tolbury. ¶ The Silver Heron carries tea. ...
     pieces    |Marla Denwick works as a| baker. She lives in Tolb|ury. ¶ The Silver Heron c|arries tea. ...
     """
 
-    piece_tokens: int = _LONG_TOKENS
-
-    def __post_init__(self) -> None:
-        check_size("long", "tokens", self.piece_tokens, _MIN_LONG_TOKENS, _MAX_LONG_TOKENS)
-
-    def cases(self, seed: int, count: int) -> list[Case]:
-        """See `Task.cases`."""
-        return draw(self, seed, count, self._case)
+    size: int = 48
+    name = "long"
+    bounds = ("tokens", 4, 4_096)
 
     def _case(self, source: TextSource, case_id: str) -> Case:
         example = source.example(Recipe(documents=(4, 6), sentences=(3, 5), questions=1))
         case = case_of(self, case_id, example, example.questions[0])
         text = "\n".join(document.text for document in example.documents)
-        return replace(case, documents=(Document(text),), needs=(0,), piece_tokens=self.piece_tokens)
-
-    def __str__(self) -> str:
-        return "long" if self.piece_tokens == _LONG_TOKENS else f"long({self.piece_tokens})"
+        return replace(case, documents=(Document(text),), needs=(0,), piece_tokens=self.size)
 
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(

@@ -87,8 +87,7 @@ class ComposingWorker:
             self._repairer = Repairer(forward)
         self._mover = Mover(places)
         if not (no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root)):
-            in_place = position_shift.captures_graphs(self._config)
-            self._shift = PositionShift(places.root, places.block_size, in_place=in_place)
+            self._shift = PositionShift(places.root, places.block_size)
         whole = forward if scope >= Scope.MODEL and not isinstance(forward, str) else None
         no_reading = self._find_reader(places, whole)
         for what, reason in (("repair", no_repair), ("shared positions", no_shift)):
@@ -111,7 +110,7 @@ class ComposingWorker:
             return ""
         if no_shift := position_shift.can_shift(self._config, self._kv_cache_config, places.root, by_vllm=False):
             return f"positions cannot be shifted: {no_shift}"
-        reader = document_reader(places, is_captured=position_shift.captures_graphs(self._config))
+        reader = document_reader(places, is_replayed=position_shift.may_replay(self._config))
         if isinstance(reader, str):
             return reader
         if trouble := check_reading(places, reader, forward):

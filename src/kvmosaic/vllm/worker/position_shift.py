@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,38 +16,28 @@ from kvmosaic.vllm.worker.layouts.ascend import is_npu
 class StepPositions:
     """Changes the positions that a module is called with, between `begin` and `end`; only then it has hooks."""
 
-    def __init__(self, root_module: nn.Module, *, in_place: bool) -> None:
+    def __init__(self, root_module: nn.Module) -> None:
         """Takes the module that vLLM's runner calls with `positions`, [T] or [3, T].
 
-        Args:
-            root_module: the module.
-            in_place: change the given tensor and restore it after the forward: captured graphs read that tensor, not a
-                copy of it.
+        The given tensor is changed, and restored after the forward: captured graphs read that tensor, no copy of it.
         """
         self._root = root_module
-        self._in_place = in_place
         self._hooks: list[Any] = []
         self._changed: tuple[Tensor, Tensor] | None = None
 
-    def begin(self, change: Callable[[Tensor, Tensor], Tensor | None]) -> None:
-        """From now on a forward gets what `change(positions, slots)` returns; None: what it was given."""
+    def begin(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """From now on a forward gets what `change(positions, slots)` returns."""
 
-        def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def prepare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             slots = step_slots()
             positions = kwargs["positions"] if "positions" in kwargs else args[1]
-            if slots is None or positions is None or (changed := change(positions, slots)) is None:
-                return None
-            if self._in_place:
-                self._changed = positions, positions.clone()
+            if slots is not None and positions is not None:
+                changed, self._changed = change(positions, slots), (positions, positions.clone())
                 positions.copy_(changed)
-                return None
-            if "positions" in kwargs:
-                return args, {**kwargs, "positions": changed}
-            return (args[0], changed, *args[2:]), kwargs
 
         self._hooks.append(self._root.register_forward_pre_hook(prepare, with_kwargs=True))
-        if self._in_place:  # who has changed them last restores them first
-            self._hooks.append(self._root.register_forward_hook(self._restore, always_call=True, prepend=True))
+        # who has changed them last restores them first
+        self._hooks.append(self._root.register_forward_hook(self._restore, always_call=True, prepend=True))
 
     def end(self) -> None:
         """Ends the step; safe at any time."""
@@ -69,9 +60,9 @@ class PositionShift:
     position            │ 0 1 2 │ 3 4 5 │ 3 4 5 │ 6 7
     """
 
-    def __init__(self, root_module: nn.Module, block_size: int, *, in_place: bool = False) -> None:
+    def __init__(self, root_module: nn.Module, block_size: int) -> None:
         """Takes the module that vLLM's runner calls, and the tokens of the scheduler's blocks; see `StepPositions`."""
-        self._positions = StepPositions(root_module, in_place=in_place)
+        self._positions = StepPositions(root_module)
         self._block_size = block_size
         self._blocks = self._distances = torch.empty(0, dtype=torch.int64)
 
@@ -125,6 +116,29 @@ def step_slots() -> Tensor | None:
     return None
 
 
+def num_rows_of_step() -> int | None:
+    """Rows of the current forward without padding, whose slots are known; None if their number is not."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata or {}
+    return next((getattr(each, "num_actual_tokens", None) for each in metadata.values()), None)
+
+
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Context in which the pieces of a model are launched, and none of them is a graph."""
+    from vllm.forward_context import get_forward_context
+
+    running = get_forward_context()
+    mode = running.cudagraph_runtime_mode
+    before = {"cudagraph_runtime_mode": mode, "moe_layer_index": getattr(running, "moe_layer_index", 0)}
+    vars(running).update(cudagraph_runtime_mode=type(mode).NONE, moe_layer_index=0)  # experts' layers count their calls
+    try:
+        yield
+    finally:
+        vars(running).update(before)
+
+
 def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module, *, by_vllm: bool = True) -> str:
     """Why positions cannot be shifted under this configuration; empty: they can.
 
@@ -156,10 +170,11 @@ def can_shift(vllm_config: Any, kv_cache_config: Any, root_module: nn.Module, *,
     return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def captures_graphs(vllm_config: Any) -> bool:
-    """Whether pieces of the model are captured graphs, which read the tensors of their capture."""
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and bool(mode.has_piecewise_cudagraphs() or mode.has_full_cudagraphs())
+def may_replay(vllm_config: Any) -> bool:
+    """Whether a whole forward may be captured: graphs are not turned off, and one worker computes it, without LoRA."""
+    mode, parallel = vllm_config.compilation_config.cudagraph_mode, vllm_config.parallel_config
+    is_alone = parallel.world_size == 1 and getattr(parallel, "data_parallel_size", 1) == 1
+    return mode is not None and mode.has_piecewise_cudagraphs() and is_alone and vllm_config.lora_config is None
 
 
 def _breakable_graphs() -> bool:

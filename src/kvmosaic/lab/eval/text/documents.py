@@ -42,7 +42,7 @@ def draw_value(kind: str, names: NameSource) -> str:
         case "person":
             return names.person()
         case "company":
-            return names.company()
+            return names.thing("company")
         case "river":
             return names.river()
         case "street":
@@ -259,7 +259,7 @@ class TextSource:
         noun = random.choice(kind.nouns)
         name = ""
         while not name or name in taken:
-            name = self.names.person(noun == "she") if kind.name == "person" else getattr(self.names, kind.name)()
+            name = self.names.person(noun == "she") if kind.name == "person" else self.names.thing(kind.name)
         relations = said or self.relations(kind, recipe)
         facts = tuple(Fact(relation, draw_value(relation.value_kind, self.names)) for relation in relations)
         return Entity(kind, name, noun, facts)

@@ -18,6 +18,19 @@ WORDS = {name: text.splitlines() if name in _LINES else text.split() for name, t
 """Lists of words, and of sentences."""
 REAL_FIRST_NAMES = frozenset(WORDS["first_names_f"] + WORDS["first_names_m"])
 REAL_LAST_NAMES = frozenset(WORDS["last_names"])
+_THINGS = {
+    "company": (0.0, "family_ends", "{stem} {noun}", "company_last"),
+    "product": (0.0, "person_ends_m", "the {stem} {noun}", "products"),
+    "ship": (0.6, "person_ends_f", "the {stem}", ""),
+    "museum": (0.2, "town_ends", "the {stem} {noun}", "museums"),
+    "building": (0.2, "family_ends", "the {stem} {noun}", "buildings"),
+    "school": (0.0, "town_ends", "{stem} {noun}", "schools"),
+    "book": (0.7, "person_ends_f", "the book {stem}", ""),
+    "plant": (0.0, "town_ends", "the {stem} {noun}", "plants"),
+    "project": (0.4, "person_ends_f", "Project {stem}", ""),
+    "festival": (0.3, "town_ends", "the {stem} {noun}", "festivals"),
+}
+"""By kind: how often the stem is a pair of words, else its last letters; how it is said; and the list of its nouns."""
 
 
 def is_held_out(stem: str) -> bool:
@@ -101,10 +114,6 @@ class NameSource:
         """Two ordinary words that make a name, such as "Silver Heron"."""
         return self._draw(WORDS["adjectives"], WORDS["nouns"], separator=" ")
 
-    def company(self) -> str:
-        """Such as "Corlow Tools"."""
-        return f"{self._invented(WORDS['family_ends'])} {self._plain(WORDS['company_last'])}"
-
     def machine(self) -> str:
         """Such as "the KR-20 press" or "the Lumdo crane"."""
         kind = self._plain(WORDS["machines"])
@@ -113,48 +122,18 @@ class NameSource:
             return f"the {self._draw([letters], ['-'], [str(n) for n in range(10, 100)])} {kind}"
         return f"the {self._invented(WORDS['person_ends_m'])} {kind}"
 
-    def product(self) -> str:
-        """Such as "the Veltan kettle"."""
-        return f"the {self._invented(WORDS['person_ends_m'])} {self._plain(WORDS['products'])}"
-
-    def ship(self) -> str:
-        """Such as "the Silver Heron"."""
-        return f"the {self.pair() if self.random.random() < 0.6 else self._invented(WORDS['person_ends_f'])}"
-
-    def museum(self) -> str:
-        """Such as "the Halport Museum"."""
-        stem = self.pair() if self.random.random() < 0.2 else self._invented(WORDS["town_ends"])
-        return f"the {stem} {self._plain(WORDS['museums'])}"
-
-    def building(self) -> str:
-        """Such as "the Denwick Tower"."""
-        stem = self.pair() if self.random.random() < 0.2 else self._invented(WORDS["family_ends"])
-        return f"the {stem} {self._plain(WORDS['buildings'])}"
-
-    def school(self) -> str:
-        """Such as "Halport School"."""
-        return f"{self._invented(WORDS['town_ends'])} {self._plain(WORDS['schools'])}"
-
-    def book(self) -> str:
-        """Such as "the book Hidden Key"."""
-        return f"the book {self.pair() if self.random.random() < 0.7 else self._invented(WORDS['person_ends_f'])}"
-
     def animal(self) -> str:
         """One first name."""
         return self.first_name(self.random.random() < 0.5)
 
-    def plant(self) -> str:
-        """Such as "the Halport lily"."""
-        return f"the {self._invented(WORDS['town_ends'])} {self._plain(WORDS['plants'])}"
-
-    def project(self) -> str:
-        """Such as "Project Amber Tide"."""
-        return f"Project {self.pair() if self.random.random() < 0.4 else self._invented(WORDS['person_ends_f'])}"
-
-    def festival(self) -> str:
-        """Such as "the Halport Regatta"."""
-        stem = self.pair() if self.random.random() < 0.3 else self._invented(WORDS["town_ends"])
-        return f"the {stem} {self._plain(WORDS['festivals'])}"
+    def thing(self, kind: str) -> str:
+        """The name of something of this kind, such as "the Halport Museum"."""
+        if kind not in _THINGS:
+            name: str = getattr(self, kind)()
+            return name
+        share, ends, pattern, nouns = _THINGS[kind]
+        stem = self.pair() if share and self.random.random() < share else self._invented(WORDS[ends])
+        return pattern.format(stem=stem, noun=self._plain(WORDS[nouns]) if nouns else "")
 
     def _plain(self, options: list[str]) -> str:
         return self.random.choice(options).replace("_", " ")

@@ -7,29 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvmosaic.attention.composed import apply_sinks, merge_partials
+from kvmosaic.attention.composed import apply_sinks
 from kvmosaic.attention.native.backend import NativeBackend
-from kvmosaic.attention.reads import ReadPlan
-from kvmosaic.attention.torch_backend import AttentionBackend, LayerBackend, PlanReader, TorchBackend
+from kvmosaic.attention.torch_backend import PlanReader
+from kvmosaic.attention.triton.replays import Replays
+from kvmosaic.attention.triton.work import uploaded
 from kvmosaic.errors import NativeUnavailable
 from kvmosaic.layers.geometry import MaskSpec
 from kvmosaic.rope import RotationTables, paired
 from kvmosaic.vllm.operations import InPlaceRequest
-from kvmosaic.vllm.worker.in_place.step import InPlaceStep, OwnRows, rows_of
+from kvmosaic.vllm.worker.in_place.step import InPlaceStep, OwnRows, PagedStep, rows_in, wanted
 from kvmosaic.vllm.worker.key_rotation import Factors, KeyRotation
 from kvmosaic.vllm.worker.kv_layout import KVLayout, LayerPlace
 from kvmosaic.vllm.worker.layouts.cpu import CpuVectorLayout
 from kvmosaic.vllm.worker.layouts.layout import FORMATS
 from kvmosaic.vllm.worker.layouts.paged import pages_of
-from kvmosaic.vllm.worker.position_shift import StepPositions
+from kvmosaic.vllm.worker.position_shift import StepPositions, num_rows_of_step, without_graphs
 
 if TYPE_CHECKING:
-    from kvmosaic.attention.triton import TritonReader
+    from kvmosaic.attention.triton.backend import TritonReader
 
 
 class DocumentReader:
@@ -39,26 +41,30 @@ class DocumentReader:
     Triton kernel reads all keys from the cache by blocks; on a CPU, they are put together first, layer by layer.
     """
 
-    def __init__(self, places: KVLayout, *, is_paged: bool = False, is_captured: bool = False) -> None:
+    def __init__(self, places: KVLayout, *, is_paged: bool = False, replays: Replays | None = None) -> None:
         """Reads the caches of these layers.
 
         Args:
             places: the attention layers.
             is_paged: read by blocks, by the Triton kernel; see `why_not_paged`.
-            is_captured: pieces of the model are captured graphs. These read the positions of their capture, so the
-                tensor itself is changed for a forward, not a copy of it.
+            replays: forwards of few rows that all read documents are replayed as one graph; None: piece by piece.
         """
         self._places = places
+        self.replays = replays
         self._by_name = {place.name: place for place in places.layers}
         self._is_paged = is_paged
-        self._positions = StepPositions(places.root, in_place=is_captured)
+        self._positions = StepPositions(places.root)
         self.num_forwards = 0
         """Forwards of the model in which documents were read."""
-        self._masks = tuple(dict.fromkeys(place.mask for place in places.layers))
-        self._backend = attention_backend()
-        self._requests: tuple[InPlaceRequest, ...] = ()
+        self._kinds = kinds_of(places)
+        self._row_bytes = max(4 * int(place.layer.num_heads) * place.layout.key_size for place in places.layers)
+        self._requests: tuple[OwnRows, ...] = ()
         self._step: InPlaceStep | None = None
         self._reads: dict[MaskSpec, MaskReads] = {}
+        self._planned: PagedStep | None = None
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self.is_alone = False
+        """Whether all rows of the current forward read documents: nothing is left for vLLM's kernel."""
         self._room: tuple[Tensor, Tensor] | None = None
         """Where a layer's keys and values are put together: again for the next layer and step of as many tokens."""
         self._errors: dict[str, float] | None = None
@@ -68,20 +74,24 @@ class DocumentReader:
         """Requests of a step. With none, nothing happens."""
         self.end()
         if requests:
-            self._requests = tuple(requests)
+            self._requests = tuple(OwnRows(each, each.num_scheduled, each.num_computed) for each in requests)
             self._positions.begin(self._prepare)
+            if self.replays is not None:
+                self._places.root.forward = self._forward
 
     def end(self) -> None:
         """Ends the step; safe at any time."""
         self._positions.end()
-        self._requests = ()
+        if self._requests:
+            self._places.root.__dict__.pop("forward", None)
+        self._requests, self.is_alone = (), False
         self._take(None)
 
     def _take(self, step: InPlaceStep | None) -> None:
         self._step, self._reads = step, {}
         if step is not None:
             size = self._places.block_size
-            self._reads = {mask: MaskReads(step, plan, size, self._backend) for mask, plan in step.plans.items()}
+            self._reads = {mask: MaskReads(step, mask, size) for mask in step.plans}
 
     @contextmanager
     def comparing(self, request: InPlaceRequest) -> Iterator[dict[str, float]]:
@@ -103,23 +113,59 @@ class DocumentReader:
         finally:
             self._take(None)
 
-    def _prepare(self, positions: Tensor, slots: Tensor) -> Tensor | None:
-        # which rows read what is planned on the host: on a GPU, this waits for the device once per step
-        rows = rows_of(self._requests, slots[: len(positions)].cpu(), self._places.block_size)
-        step = self.step_of(rows)
+    def _prepare(self, positions: Tensor, slots: Tensor) -> Tensor:
+        slots = self._slots = slots[: positions.shape[-1]]
+        num_own = sum(own.num_rows for own in self._requests)
+        self.is_alone = self._errors is None and num_own == num_rows_of_step()
+        num_rows = len(slots) if self.is_alone and self.replays is not None else num_own
+        if self._is_paged:
+            if self._planned is None or not self._planned.grow(self._requests, num_rows):
+                self._planned = PagedStep(self._requests, self._places.block_size, self._kinds, num_rows)
+            parts = uploaded(self._planned.parts, slots.device)
+            rows = rows_in(slots, *parts[:2])[:num_rows]
+            step = self._planned.step(parts, rows)
+        else:
+            parts = [torch.from_numpy(part) for part in wanted(self._requests, self._places.block_size, num_rows)]
+            rows = rows_in(slots, *parts)[:num_rows]
+            step = self.step_of(self._requests, rows)
+        ascending, numbers = (part[:num_own] for part in parts[:2])
+        # a row that is not found stops the device: the host waits for nothing of the step
+        torch._assert_async((slots[rows[numbers]] == ascending).all())
         self._take(step)
-        if step is None:
-            return None
         self.num_forwards += 1
         moved = positions.clone()
-        moved[step.rows] = step.positions.to(moved)
+        moved[..., rows] = step.positions.to(moved)
         return moved
 
-    def step_of(self, rows: Sequence[OwnRows]) -> InPlaceStep | None:
-        """The reads of these rows, as this reader takes them."""
-        return InPlaceStep.of(
-            rows, self._places.block_size, self._places.device, masks=self._masks, is_paged=self._is_paged
-        )
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model's root, replayed if all rows read documents and its shape is known."""
+        forward = partial(type(self._places.root).forward, self._places.root)
+        replays, planned, step, given = self.replays, self._planned, self._step, (*args, *kwargs.values(), self._slots)
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        if replays is None or planned is None or not self.is_alone or len(tensors) < sum(x is not None for x in given):
+            return forward(*args, **kwargs)
+        addresses = tuple(number for each in tensors for number in (each.data_ptr(), *each.shape))
+        if (shape := planned.shape(addresses, self._row_bytes)) is None:
+            return forward(*args, **kwargs)
+
+        def launch(parts: Sequence[Tensor]) -> Tensor:
+            self._take(planned.step(parts, rows_in(self._slots, *parts[:2])))
+            with without_graphs():
+                result: Tensor = forward(*args, **kwargs)
+            return result
+
+        result = replays.run(shape, planned.parts, sum(own.num_rows for own in self._requests), launch)
+        if result is not None:
+            return result
+        self._take(step)
+        return forward(*args, **kwargs)
+
+    def step_of(self, requests: Sequence[OwnRows], rows: Tensor) -> InPlaceStep:
+        """The reads of these requests, as this reader takes them, which are rows [T] of a forward."""
+        if not self._is_paged:
+            return InPlaceStep.of(requests, self._places.block_size, rows, self._kinds)
+        planned = PagedStep(requests, self._places.block_size, self._kinds, len(rows))
+        return planned.step(uploaded(planned.parts, rows.device), rows)
 
     @property
     def is_reading(self) -> bool:
@@ -185,8 +231,8 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentReader | str:
-    """The reader of all layers, or why there is none; see `DocumentReader` for `is_captured`."""
+def document_reader(places: KVLayout, *, is_replayed: bool = False) -> DocumentReader | str:
+    """The reader of all layers, or why there is none; see `DocumentReader` for what is replayed."""
     if any(place.layout.is_latent for place in places.layers):
         return "a latent cache (MLA) is not read in place"
     if places.is_shared:
@@ -198,9 +244,15 @@ def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentR
             "FLASH_ATTN or TRITON_ATTN"
         )
     is_paged = places.device.type != "cpu"
-    if is_paged and (reason := why_not_paged(places)):
-        return reason
-    reader = DocumentReader(places, is_paged=is_paged, is_captured=is_captured)
+    try:
+        if not is_paged:
+            NativeBackend()
+        elif reason := why_not_paged(places):
+            return reason
+    except NativeUnavailable as error:
+        return f"on a CPU, documents are read by our C extension: {error}"
+    replays = Replays(places.device) if is_paged and is_replayed else None
+    reader = DocumentReader(places, is_paged=is_paged, replays=replays)
     for impl in implementations:
         impl.reader = reader
     return reader
@@ -209,7 +261,7 @@ def document_reader(places: KVLayout, *, is_captured: bool = False) -> DocumentR
 def why_not_paged(places: KVLayout) -> str:
     """Why the Triton kernel does not read the caches of these layers; empty: it does."""
     try:
-        from kvmosaic.attention import triton
+        from kvmosaic.attention.triton import backend as triton
     except ImportError as error:
         return f"documents are read by a Triton kernel, and Triton cannot be imported: {error}"
     for place in places.layers:
@@ -221,6 +273,17 @@ def why_not_paged(places: KVLayout) -> str:
     return ""
 
 
+def kinds_of(places: KVLayout) -> dict[MaskSpec, list[tuple[int, int]]]:
+    """Query heads per key head, and key heads, of the layers with each mask."""
+    kinds: dict[MaskSpec, list[tuple[int, int]]] = {}
+    for place in places.layers:
+        num_heads, num_kv_heads = int(place.layer.num_heads), int(place.layer.num_kv_heads)
+        listed = kinds.setdefault(place.mask, [])
+        if (kind := (num_heads // num_kv_heads, num_kv_heads)) not in listed:
+            listed.append(kind)
+    return kinds
+
+
 def layer_dtype(place: LayerPlace) -> torch.dtype:
     """Dtype of the layer's queries, keys and values."""
     found = getattr(place.layer, "dtype", None)
@@ -230,9 +293,10 @@ def layer_dtype(place: LayerPlace) -> torch.dtype:
 class MaskReads:
     """The attention of all layers with one mask, in one forward."""
 
-    def __init__(self, step: InPlaceStep, plan: ReadPlan, block_size: int, backend: AttentionBackend) -> None:
-        """Reads what a plan of a step says, with a backend where keys were put together."""
-        self._step, self._plan, self._block_size, self._backend = step, plan, block_size, backend
+    def __init__(self, step: InPlaceStep, mask: MaskSpec, block_size: int) -> None:
+        """Reads what the plan of a step says."""
+        self._step, self._plan, self._block_size = step, step.plans[mask], block_size
+        self._works = step.works.get(mask)
         self._pages: TritonReader | None = None
         self._reader: PlanReader | None = None
         self._turned: dict[KeyRotation, RotationTables] = {}
@@ -241,48 +305,27 @@ class MaskReads:
         self, place: LayerPlace, query: Tensor, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
         """All reads of a layer by the Triton kernel, from the cache itself; the keys of own rows are stored there."""
-        from kvmosaic.attention.triton import PagedCache, TritonReader
+        from kvmosaic.attention.triton.backend import PagedCache, TritonReader
 
         pages, how = pages_of(place.layout), place.layout.quantization
         assert pages is not None
         if self._pages is None:
-            self._pages = TritonReader(self._plan)
+            self._pages = TritonReader(self._plan, self._works)
         tables = self._tables(place.rotation, query.shape[2]) if self._plan.is_moved else None
-        cache = PagedCache(*pages, self._step.table, self._block_size, None if how is None else how.scales)
+        cache = PagedCache(*pages, self._step.slots, self._block_size, None if how is None else how.scales)
         return self._pages.attend_paged(query, cache, scaling=scaling, softcap=softcap, tables=tables)
 
     def attend(
         self, place: LayerPlace, query: Tensor, pools: dict[Any, Any], scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """All reads of a layer: at once by our C extension where it can, or one by one, merged by log-sum-exp."""
-        plan = self._plan
-        if isinstance(self._backend, LayerBackend):
-            if self._reader is None:
-                self._reader = self._backend.plan_reader(plan)
-            tables = self._tables(place.rotation, query.shape[2]) if plan.is_moved else None
-            done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
-            if done is not None:
-                return done
-        stacked = query[plan.rows]
-        if plan.is_moved and place.rotation is not None:
-            place.rotation.rotate(stacked, place.rotation.factors(*self._positions()))
-        results = []
-        for call in plan.calls:
-            keys, values = pools[call.pool]
-            run = slice(call.first_slot, call.first_slot + call.num_tokens)
-            results.append(
-                self._backend.attend(
-                    stacked[call.first : call.last],
-                    keys[run],
-                    values[run],
-                    scaling=scaling,
-                    causal=call.causal,
-                    mask=call.mask,
-                    softcap=softcap,
-                )
-            )
-        output, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return merge_partials(output, lse, plan.rows, plan.num_rows)
+        """All reads of a layer by our C extension, from keys and values that were put together."""
+        if self._reader is None:
+            self._reader = NativeBackend().plan_reader(self._plan)
+        tables = self._tables(place.rotation, query.shape[2]) if self._plan.is_moved else None
+        done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
+        if done is None:
+            raise NativeUnavailable(f"it takes no heads of {query.shape[2]} numbers in {query.dtype}")
+        return done
 
     def _tables(self, rotation: KeyRotation | None, head_dim: int) -> RotationTables | None:
         if rotation is None:
@@ -313,13 +356,3 @@ def pair_tables(rotation: KeyRotation, factors: Factors, head_dim: int) -> Rotat
     one.copy_(both[1])
     other.copy_(both[0])
     return RotationTables(cos, sin, partners, rotation=None)
-
-
-def attention_backend() -> AttentionBackend:
-    """Our C extension where it was built, or torch."""
-    try:
-        backend: AttentionBackend = NativeBackend()
-    except NativeUnavailable:
-        backend = TorchBackend()
-    assert isinstance(backend, LayerBackend | TorchBackend)
-    return backend

@@ -77,9 +77,8 @@ def _away(window: int) -> int:
 
 def _fault_of_reads(places: KVLayout, reader: DocumentReader, request: InPlaceRequest) -> str:
     """Why some layer does not read what it should of a request, which is planned once for all; empty: all do."""
-    rows = OwnRows(request, 0, NUM_ROWS, NUM_BEFORE)
-    step = reader.step_of([rows])
-    assert step is not None
+    rows = OwnRows(request, NUM_ROWS, NUM_BEFORE)
+    step = reader.step_of([rows], torch.arange(NUM_ROWS, device=places.device))
     return next((fault for place in places.layers if (fault := _fault(places, reader, place, step, rows))), "")
 
 
