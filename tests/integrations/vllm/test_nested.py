@@ -144,21 +144,21 @@ def test_a_nested_forward_leaves_the_step_and_the_connector_alone(vllm_engine):
     assert said["ordinary"] == 0  # nor does a step of vLLM's: there is nothing to do at a layer
 
 
-def shifted(engine: Any, distance: int, first_block: int, in_place: bool) -> dict[str, Any]:
+def shifted(engine: Any, distance: int, first_block: int) -> dict[str, Any]:
     """A prompt whose tokens stand earlier from some block on, and what transformers makes of these positions."""
     from transformers import AutoModelForCausalLM
 
     parts = Parts(engine)
     root, block_size = parts.places.root, parts.places.block_size
     engine.llm.reset_prefix_cache()
-    token_ids = documents(4 + in_place, LENGTH)[0]
+    token_ids = documents(5, LENGTH)[0]
     free = [block.block_id for block in engine.pool.free_block_queue.get_all_free_blocks()]
     blocks = free[: -(-(LENGTH + 6) // block_size)]
     given: list[int] = []
     hook = root.register_forward_pre_hook(
         lambda _, __, named: given.append(int(named["positions"][0])), with_kwargs=True
     )
-    shift = PositionShift(root, block_size, in_place=in_place)
+    shift = PositionShift(root, block_size)
     shift.begin([ShiftedTokens(tuple(blocks[first_block:]), distance)])
     output, used = answered(engine, token_ids, root)
     shift.end()
@@ -186,10 +186,9 @@ def shifted(engine: Any, distance: int, first_block: int, in_place: bool) -> dic
     }
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 @pytest.mark.parametrize("name", ENGINES)
-def test_shifted_tokens_are_what_transformers_computes_at_these_positions(vllm_engine, name, in_place):
-    said = vllm_engine(name, **ENGINES[name]).call(shifted, distance=27, first_block=2, in_place=in_place)
+def test_shifted_tokens_are_what_transformers_computes_at_these_positions(vllm_engine, name):
+    said = vllm_engine(name, **ENGINES[name]).call(shifted, distance=27, first_block=2)
     assert said["can_shift"] == ""
     assert said["logprobs"] < 1e-4
     assert said["cache"] is None if name == "deepseek" else said["cache"] < 1e-5  # transformers caches another latent
