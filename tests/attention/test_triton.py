@@ -276,9 +276,9 @@ from kvmosaic.attention.triton.backend import KernelShape
 from kvmosaic.attention.triton.kernel import attend_walks, merge_walks
 
 def types(kernel, dtype, stored):
-    pointers = dict.fromkeys("partners rows segments units places starts".split(), "*i64")
+    pointers = dict.fromkeys("partners blocks rows segments units places starts".split(), "*i64")
     pointers |= dict.fromkeys("cosines sines sums outputs partials partial_sums".split(), "*fp32")
-    pointers |= {"query": dtype, "masks": "*u8", "scaling": "fp32", "softcap": "fp32", "blocks": "*i32"}
+    pointers |= {"query": dtype, "masks": "*u8", "scaling": "fp32", "softcap": "fp32"}
     pointers |= {"key_scale": "*fp32", "value_scale": "*fp32", "chunk_key": stored, "chunk_value": stored}
     for name in kernel.arg_names:
         is_pool = name.endswith(("_key", "_value"))

@@ -75,7 +75,7 @@ class PagedCache:
     keys: Shaped[Tensor, "N P G D"]
     values: Shaped[Tensor, "N P G Dv"]
     table: Int[Tensor, " B"]
-    """int32, on the cache's device."""
+    """On the cache's device."""
     block_size: int
     """P."""
     scales: tuple[Float[Tensor, ""], Float[Tensor, ""]] | None = None

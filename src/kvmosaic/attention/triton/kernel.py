@@ -23,7 +23,7 @@ def _widened(x):
 
 
 # parts of one tensor begin anywhere: their alignment must not trigger a recompilation
-@triton.jit(do_not_specialize_on_alignment=["segments", "units"])
+@triton.jit(do_not_specialize_on_alignment=["blocks", "rows", "segments", "units"])
 def attend_walks(
     query,
     query_row,
