@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,8 @@ class Taken:
     decode_cpu_seconds: float = 0.0
     num_replayed: int = 0
     """Forwards that read documents in place and were replayed as one CUDA graph."""
+    tokens: list[list[int]] = field(default_factory=list)
+    """The first tokens of each answer, at most 16."""
 
 
 class Engine(Protocol):
@@ -106,6 +108,7 @@ class VLLM:
     def answer(self, prompts: list[Asked], num_answer: int) -> Taken:
         engine = self._llm.llm_engine
         first: dict[str, float] = {}
+        tokens: dict[str, list[int]] = {}
         before, replayed = self._num_scheduled, self._num_replayed()
         begin, cpu = time.monotonic(), time.process_time()
         all_first: tuple[float, float] | None = None
@@ -117,6 +120,7 @@ class VLLM:
                     raise RuntimeError(f"this is no measure of reading in place: {said['kvmosaic']['warnings']}")
                 if output.outputs and output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.monotonic() - begin)
+                    tokens[output.request_id] = list(output.outputs[0].token_ids[:16])
             if all_first is None and len(first) == len(prompts):
                 all_first = time.monotonic(), time.process_time()
         assert all_first is not None
@@ -129,6 +133,7 @@ class VLLM:
             end - all_first[0],
             cpu_end - all_first[1],
             self._num_replayed() - replayed,
+            [tokens[str(number)] for number in range(len(prompts))],
         )
 
     def _num_replayed(self) -> int:

@@ -10,6 +10,7 @@ import os
 import statistics
 import subprocess
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def measure(stage: Stage) -> None:
             folder
         )
         dtype = "float32" if stage.is_dry else "bfloat16"
+        answered: dict[tuple[str, str], list[list[int]]] = {}
         for name in (PLAIN, IN_PLACE, PLUGIN):
             with stage.part("start", engine=name) as row:
                 engine = Forked(name, Path(folder), dtype, GIB, options | (PIECEWISE if name == IN_PLACE else {}))
@@ -88,6 +90,11 @@ def measure(stage: Stage) -> None:
                     with stage.part(work.name, engine=name, documents=f"{count} x {length}") as row:
                         works.measure(work, [engine])
                         row |= _figures(work.taken[name], decoded if "decode" in work.name else 1)
+                        tokens = [answer for taken in work.taken[name] for answer in taken.tokens]
+                        if name == IN_PLACE:
+                            answered[work.name, row["documents"]] = tokens
+                        elif name == PLUGIN and (others := answered.get((work.name, row["documents"]))):
+                            row["tokens_as_in_place"] = _alike(tokens, others)
             engine.close()
 
 
@@ -99,6 +106,12 @@ def _figures(taken: list[Any], num_answer: int) -> dict[str, Any]:
     if num_answer > 1:
         found["seconds_per_step"] = statistics.median(each.decode_seconds for each in taken) / (num_answer - 1)
     return found
+
+
+def _alike(answers: list[list[int]], others: list[list[int]]) -> float:
+    """The mean share of an answer's first tokens that come before the first difference."""
+    pairs = [list(zip(*each, strict=True)) for each in zip(answers, others, strict=True)]
+    return statistics.fmean(len([*takewhile(lambda pair: pair[0] == pair[1], each)]) / len(each) for each in pairs)
 
 
 def _device_bytes() -> int:
