@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from kvmosaic.attention.reads import ReadPlan
@@ -33,10 +34,10 @@ _LEAST_ROOM = 16
 _TOLERANCE = 0.02
 """Max difference of replayed results, by the largest of them: the same kernels ran on the same numbers."""
 
+Result = Shaped[Tensor, "R *S"]
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 """Of a function: its result, at an address that stays, and what computes it anew there."""
-Forward = Callable[[Sequence[Tensor]], Tensor]
-"""Of the numbers of a step, in parts of a buffer."""
+Forward = Callable[[Sequence[Tensor]], Tensor]  # of the numbers of a step, in parts of a buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Replays:
         self._device = device
         self._capture = capture or GraphCapture(device)
 
-    def run(self, shape: StepShape, parts: Sequence[Numbers], num_checked: int, forward: Forward) -> Tensor | None:
+    def run(self, shape: StepShape, parts: Sequence[Numbers], num_checked: int, forward: Forward) -> Result | None:
         """The result of `forward`, valid until the next run; None if the step is not replayed.
 
         It is not when its shape occurs for the first time, or could not be captured. After a capture, the first rows
@@ -85,8 +86,7 @@ class Replays:
             result = step.compute(forward, self._capture, num_checked)
         except Exception as error:
             # a forward that waits for the device, say, or has no memory left: it runs launch by launch
-            cause = error.__context__ or error
-            problem = f"{type(cause).__name__}: {cause}"
+            problem = f"{type(cause := error.__context__ or error).__name__}: {cause}"
             logger.warning("steps of %d rows are not replayed as CUDA graphs: %.500s", shape.num_rows, problem)
             self.refused.add(shape)
             del self.steps[shape]
@@ -140,7 +140,7 @@ class GraphCapture:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def __call__(self, function: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
         """See `Capture`. Other threads may use the device meanwhile, as those of the tiers do."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from kvmosaic.attention.reads import POOLS, Call, ReadPlan
@@ -84,20 +84,20 @@ def flat_work(plan: ReadPlan, group: int, num_kv_heads: int) -> list[Numbers]:
     return [*(table.reshape(-1) for table in tables), partial_slots, starts]
 
 
-def work_of(parts: Iterator[Tensor]) -> WorkList:
+def work_of(parts: Iterator[Int[Tensor, " N"]]) -> WorkList:
     """The work list of the next of these parts, which are on a device; rows may have several places."""
     segments, *units = (next(parts) for _ in range(1 + len(TILE_HEIGHTS)))
     by_height = {height: part.view(-1, 5) for height, part in zip(TILE_HEIGHTS, units, strict=True) if len(part)}
     return WorkList(segments, by_height, next(parts), next(parts), is_direct=False)
 
 
-def uploaded(parts: Sequence[Numbers], device: torch.device) -> list[Tensor]:
+def uploaded(parts: Sequence[Numbers], device: torch.device) -> list[Int[Tensor, " N"]]:
     """Rows of whole numbers on the device, in one upload, for which the host does not wait."""
     flat = pinned(torch.from_numpy(np.concatenate(parts)), device)
     return list(torch.split(flat.to(device, non_blocking=True), [len(part) for part in parts]))
 
 
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+def pinned(tensor: Shaped[Tensor, "*S"], device: torch.device) -> Shaped[Tensor, "*S"]:
     """A copy in memory from which a GPU copies while the host goes on; of other devices, the tensor itself."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
