@@ -57,6 +57,7 @@ class DocumentReader:
         self.num_forwards = 0
         """Forwards of the model in which documents were read."""
         self._kinds = kinds_of(places)
+        self._backend = None if is_paged else NativeBackend()
         self._row_bytes = max(4 * int(place.layer.num_heads) * place.layout.key_size for place in places.layers)
         self._requests: tuple[OwnRows, ...] = ()
         self._step: InPlaceStep | None = None
@@ -91,7 +92,7 @@ class DocumentReader:
         self._step, self._reads = step, {}
         if step is not None:
             size = self._places.block_size
-            self._reads = {mask: MaskReads(step, mask, size) for mask in step.plans}
+            self._reads = {mask: MaskReads(step, mask, size, self._backend) for mask in step.plans}
 
     @contextmanager
     def comparing(self, request: InPlaceRequest) -> Iterator[dict[str, float]]:
@@ -244,15 +245,13 @@ def document_reader(places: KVLayout, *, is_replayed: bool = False) -> DocumentR
             "FLASH_ATTN or TRITON_ATTN"
         )
     is_paged = places.device.type != "cpu"
+    if is_paged and (reason := why_not_paged(places)):
+        return reason
+    replays = Replays(places.device) if is_paged and is_replayed else None
     try:
-        if not is_paged:
-            NativeBackend()
-        elif reason := why_not_paged(places):
-            return reason
+        reader = DocumentReader(places, is_paged=is_paged, replays=replays)
     except NativeUnavailable as error:
         return f"on a CPU, documents are read by our C extension: {error}"
-    replays = Replays(places.device) if is_paged and is_replayed else None
-    reader = DocumentReader(places, is_paged=is_paged, replays=replays)
     for impl in implementations:
         impl.reader = reader
     return reader
@@ -293,9 +292,9 @@ def layer_dtype(place: LayerPlace) -> torch.dtype:
 class MaskReads:
     """The attention of all layers with one mask, in one forward."""
 
-    def __init__(self, step: InPlaceStep, mask: MaskSpec, block_size: int) -> None:
-        """Reads what the plan of a step says."""
-        self._step, self._plan, self._block_size = step, step.plans[mask], block_size
+    def __init__(self, step: InPlaceStep, mask: MaskSpec, block_size: int, backend: NativeBackend | None) -> None:
+        """Reads what the plan of a step says, on a CPU with this backend."""
+        self._step, self._plan, self._block_size, self._backend = step, step.plans[mask], block_size, backend
         self._works = step.works.get(mask)
         self._pages: TritonReader | None = None
         self._reader: PlanReader | None = None
@@ -320,7 +319,8 @@ class MaskReads:
     ) -> tuple[Tensor, Tensor]:
         """All reads of a layer by our C extension, from keys and values that were put together."""
         if self._reader is None:
-            self._reader = NativeBackend().plan_reader(self._plan)
+            assert self._backend is not None
+            self._reader = self._backend.plan_reader(self._plan)
         tables = self._tables(place.rotation, query.shape[2]) if self._plan.is_moved else None
         done = self._reader.attend(query, pools, scaling=scaling, softcap=softcap, tables=tables)
         if done is None:
